@@ -43,7 +43,7 @@ class Gather:
     issued between them overlaps with the transfer. Each run of tokens is written directly to its
     place. All ranks' first runs are sent before their second ones.
 
-    own: whether this rank's own rows are copied into the whole, too. Copy engines always do.
+    own: whether this rank's own rows are copied into the whole, too.
     lent: the caller reads the whole only until `done`. Then the whole may lie in the buffer that
     the other ranks read from, which saves a copy of each row.
     """
@@ -66,7 +66,7 @@ class Gather:
             self._pull([_bytes(x) for x in xs], room)
         else:
             self._exchange([_bytes(x.contiguous()) for x in xs])
-        if own or self._pool is not None:
+        if own:
             for x, whole in zip(xs, self.whole, strict=True):
                 for at, start, end in self._runs[ranks.rank]:
                     _copy(whole[start:end], x[at : at + end - start])
@@ -228,16 +228,23 @@ def _places(room: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
     return [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
 
 
-def _offered(pool, ranks: Ranks, xs: Sequence[Tensor], room: Sequence[int]):
+def _offered(
+    pool, ranks: Ranks, xs: Sequence[Tensor], room: Sequence[int], unread: tuple[int, int] = (0, 0)
+):
     """A buffer of the pool with this rank's xs in it, and the offset of each in elements. Work that
     is issued later on the current stream, or on the pool's stream inside `copying`, may read what
     the other ranks have put into theirs.
 
     room: the padded bytes of each tensor, the same on all ranks.
+    unread: rows [start, end) of the first tensor that no other rank reads; they are not copied.
     """
     buffer, places = pool.take(sum(room)), _places(room, xs)
-    for place, x in zip(places, xs, strict=True):
-        _copy(pool.view(buffer, ranks.rank, x.shape, x.dtype, place), x)
+    for i, (place, x) in enumerate(zip(places, xs, strict=True)):
+        mine = pool.view(buffer, ranks.rank, x.shape, x.dtype, place)
+        start, end = unread if i == 0 else (0, 0)
+        for rows in (slice(0, start), slice(end, None)):
+            if mine[rows].numel():
+                _copy(mine[rows], x[rows])
     pool.barrier(buffer)
     return buffer, places
 
@@ -440,10 +447,10 @@ class Operands:
     def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: Sequence[tuple]):
         self._pool, self._like = pool, a
         columns, room = b.shape[1], operands_room(cut.length, b.shape[1], a, inner)
-        self._buffer, places = _offered(
-            pool, ranks, (a, b.t() if inner[ranks.rank][1] else b), room
-        )
         ((first, last),) = cut.spans[ranks.rank]
+        self._buffer, places = _offered(
+            pool, ranks, (a, b.t() if inner[ranks.rank][1] else b), room, unread=(first, last)
+        )
         sources = [ranks.around(step)[1] for step in range(1, ranks.size)]
         self._came = []
         for k, by_columns in (inner[source] for source in sources):
@@ -515,9 +522,7 @@ def _sum_in_mailboxes(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor | N
         return None
     out = x.new_empty(x.shape, dtype=dtype)
     whole = (
-        x.contiguous()
-        if x.data_ptr() % 16 == 0
-        else x.clone(memory_format=torch.contiguous_format)
+        x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
     )
     ops.sum_over_ranks(whole, out, mailboxes, ranks.rank, ranks.timeout_s)
     return out
