@@ -133,7 +133,21 @@ __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores 
                     }
             }
     }
-    if (x.bias) {
+    if (x.bias && x.bias_stride[2] == 0) { /* the same for all queries */
+        const char *from = bias_of<T>(x, b, head);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int j = min(key0 + 8 * n + e, x.seq_k - 1);
+                const float v = bias_at<T>(x, from, j * x.bias_stride[3]);
+                const float add = v <= x.least ? -INFINITY : v;
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) s[m][n][2 * r + e] += add;
+            }
+    } else if (x.bias) {
         const char *from = bias_of<T>(x, b, head);
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -222,16 +236,17 @@ template <int M> struct LoneSoftmax : OnlineSoftmax<M> {
 
 /* ---- backward: rows are keys ----------------------------------------------------------------- */
 /* What is added to the scores of the n-th group of eight queries; -inf where a pair is hidden. i,
- * j: query and key of the lane's first pair of the group. bits: those of the lane's keys, bit 0 and
- * 1 for the group's queries. */
+ * j: query and key of the lane's first pair of the group. bits: those of the lane's keys, bit 2 n
+ * for query i. of_keys: a bias that is the same for all queries. */
 template <class T, int M>
 __device__ __forceinline__ void addends_of(float (&add)[M][4], const MmaScores &x, int b, int head,
-                                           int i, int j, const uint32_t (&bits)[M][2], int n) {
+                                           int i, int j, const uint32_t (&bits)[M][2],
+                                           const float (&of_keys)[M][2], int n) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) add[m][r] = 0;
-    if (x.bias) {
+        for (int r = 0; r < 4; ++r) add[m][r] = of_keys[m][r / 2];
+    if (x.bias && x.bias_stride[2] != 0) {
         const char *from = bias_of<T>(x, b, head);
 #pragma unroll
         for (int m = 0; m < M; ++m)

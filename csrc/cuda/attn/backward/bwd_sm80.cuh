@@ -254,23 +254,46 @@ __device__ __forceinline__ bool seen_step(const G &g, int b, int j0, int tile_lo
     return false;
 }
 
-/* The bits of the lane's keys in a step: bit 2 n + e is query mask.row + 8 n + e. */
-template <int M, class G>
-__device__ __forceinline__ void step_bits(uint32_t (&bits)[M][2], const G &g, int b, int head,
-                                          const Mask &mask) {
+/* What a lane's keys have in common in a step. */
+template <int M> struct StepScores {
+    uint32_t bits[M][2]; /* bit 2 n + e: query mask.row + 8 n + e sees the key */
+    float bias[M][2];    /* of a bias that is the same for all queries */
+    bool whole;          /* nothing is hidden or added */
+};
+template <class T, int M, class G>
+__device__ __forceinline__ StepScores<M> step_scores(const G &g, int b, int head, const Mask &mask,
+                                                     bool in_span) {
     const MmaScores &x = g.scores;
+    StepScores<M> y;
+    y.whole = in_span && !x.bias && !x.distance && !g.p.rules.modified;
 #pragma unroll
-    for (int m = 0; m < M; ++m) bits[m][0] = bits[m][1] = ~0u;
-    if (!x.mask) return;
+    for (int m = 0; m < M; ++m) {
+        y.bits[m][0] = y.bits[m][1] = ~0u;
+        y.bias[m][0] = y.bias[m][1] = 0;
+    }
+    if (x.bias && x.bias_stride[2] == 0) {
+        const char *from = bias_of<T>(x, b, head);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int key = min(mask.key + 16 * m + 8 * h, x.seq_k - 1);
+                const float v = bias_at<T>(x, from, key * x.bias_stride[3]);
+                y.bias[m][h] = v <= x.least ? -INFINITY : v;
+            }
+    }
+    if (!x.mask) return y;
     const int32_t *data = mask_of(x, b, head);
-    if ((block_flag(x, data, mask.row, mask.key) & 3) <= GK_BLOCK_FULL) return;
+    if ((block_flag(x, data, mask.row, mask.key) & 3) <= GK_BLOCK_FULL) return y;
+    y.whole = false;
     const int first = mask.row / GK_MASK_TILE * GK_MASK_TILE + mask.row % 8,
               skip = mask.row % GK_MASK_TILE / 8 * 2;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-            bits[m][h] = bits_of_key(x, data, mask.key + 16 * m + 8 * h, first) >> skip;
+            y.bits[m][h] = bits_of_key(x, data, mask.key + 16 * m + 8 * h, first) >> skip;
+    return y;
 }
 
 /* Adds the gradients of pairs to those of the biases. i, j: query and key of ds[0][0]; keys lie as
@@ -326,10 +349,10 @@ template <class T, bool DROP, int M, int N, class G>
 __device__ __forceinline__ void
 scored_gradients(const G &g, float (&s)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats,
                  const Score &score, float distance0, const Mask &mask, uint2 keep, float factor,
-                 int b, int head, const uint32_t (&bits)[M][2]) {
+                 int b, int head, const StepScores<M> &step) {
     float ds[M][4];
     bool visible[M][4];
-    addends_of<T>(ds, g.scores, b, head, mask.row + 8 * n, mask.key, bits, n);
+    addends_of<T>(ds, g.scores, b, head, mask.row + 8 * n, mask.key, step.bits, step.bias, n);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -341,8 +364,7 @@ scored_gradients(const G &g, float (&s)[M][N][4], float (&dp)[M][N][4], int n, u
             const float logit = score_fast(score, s[m][n][r], distance, &derivative) + ds[m][r];
             visible[m][r] =
                 mask.sees(m, n, r) && ds[m][r] != -INFINITY && mask.row + 8 * n + r % 2 < g.p.seq_q;
-            const float w =
-                visible[m][r] ? fmaf(delta, 0.f, ex2_approx_ftz(logit * LOG2_E - lse)) : 0;
+            const float w = visible[m][r] ? ex2_approx_ftz(logit * LOG2_E - lse) : 0;
             const bool kept = !DROP || ((r & 1 ? keep.y : keep.x) & 1u << (16 * m + 8 * (r / 2)));
             if (DROP) dp[m][n][r] = kept ? dp[m][n][r] * factor : 0;
             ds[m][r] = w * (dp[m][n][r] - delta);
@@ -456,6 +478,12 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
 }
 
 /* ---- 3. dK, dV, and dQ added up -------------------------------------------------------------- */
+template <int M, bool SCORES> struct StepOf {
+    struct type {};
+};
+template <int M> struct StepOf<M, true> {
+    typedef StepScores<M> type;
+};
 template <bool DROP, bool SCORES> struct ParamsOf {
     typedef typename dropping_if<Bwd, DROP>::type type;
 };
@@ -608,17 +636,29 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
             const Score score = load_score(smem_s + S::source, g, head);
             /* for element [0][0][0] */
             const float distance0 = (float)(mask.row + score.position0 - mask.key);
-            uint32_t bits[X::M][2];
+            typename StepOf<X::M, SCORES>::type step;
             if constexpr (SCORES)
-                step_bits(bits, g, (int)ld_shared_128(smem_s + S::source + 16).w, head, mask);
+                step = step_scores<T, X::M>(g, (int)ld_shared_128(smem_s + S::source + 16).w, head,
+                                            mask, tile >= (int)full.x && tile < (int)full.y);
 #pragma unroll
             for (int n = 0; n < NQ; ++n) {
                 const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
-                if constexpr (SCORES)
-                    scored_gradients<T, DROP>(
-                        g, sc, dp, n, ld_shared_128(stats_s + n * 64), score, distance0, mask, keep,
-                        drop_factor(g), (int)ld_shared_128(smem_s + S::source + 16).w, head, bits);
-                else
+                if constexpr (SCORES) {
+                    uint4 stats = ld_shared_128(stats_s + n * 64);
+                    /* a NaN of dO, whose product with P is made finite, comes in by delta */
+                    stats.x = __float_as_uint(
+                        fmaf(__uint_as_float(stats.y), 0.f, __uint_as_float(stats.x)));
+                    stats.z = __float_as_uint(
+                        fmaf(__uint_as_float(stats.w), 0.f, __uint_as_float(stats.z)));
+                    if (!DROP && step.whole) {
+                        weights(sc, n, stats, scale_log2);
+                        gradients(sc, dp, n, stats);
+                    } else {
+                        scored_gradients<T, DROP>(
+                            g, sc, dp, n, stats, score, distance0, mask, keep, drop_factor(g),
+                            (int)ld_shared_128(smem_s + S::source + 16).w, head, step);
+                    }
+                } else
                     modified_gradients<DROP>(sc, dp, n, ld_shared_128(stats_s + n * 64), score,
                                              distance0, mask, keep, drop_factor(g));
                 if (PAIRS) store_scores<Scores, T>(scores_base, sc, n);
