@@ -4,6 +4,7 @@
  * Writes dbias [.., Sq, Sk] in the bias's dtype, summed in float32 over the dimensions that
  * broadcast, and ddistance [Hq or 1, Sq + Sk - 1] float32. Not handled, served by
  * flash_attn_bwd_plain: deterministic calls, dropout, float32, float64, unaligned rows. */
+#include "../scores_tiles.h"
 #include "bwd_sm80_run.cuh"
 
 namespace {
@@ -97,15 +98,15 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
      {TILE::head_dim, TILE::bq, TILE::bkv}, \
      NULL}
 
-/* The tiles with dropout have the registers that masks and biases need: the larger ones spilled 16
- * to 40 bytes. */
 const gk_cuda_instance table[] = {
-    ROW("flash_attn_bwd_scores_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64Drop, BwdDq64),
-    ROW("flash_attn_bwd_scores_sm80_f16_d64", GK_F16, __half, Bwd64Drop, BwdDq64),
-    ROW("flash_attn_bwd_scores_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128Drop, BwdDq128),
-    ROW("flash_attn_bwd_scores_sm80_f16_d128", GK_F16, __half, Bwd128Drop, BwdDq128),
-    ROW("flash_attn_bwd_scores_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256Drop, BwdDq256),
-    ROW("flash_attn_bwd_scores_sm80_f16_d256", GK_F16, __half, Bwd256Drop, BwdDq256),
+    ROW("flash_attn_bwd_scores_sm80_bf16_d64", GK_BF16, __nv_bfloat16, BwdScores64, BwdDq64),
+    ROW("flash_attn_bwd_scores_sm80_f16_d64", GK_F16, __half, BwdScores64, BwdDq64),
+    ROW("flash_attn_bwd_scores_sm80_bf16_d128", GK_BF16, __nv_bfloat16, BwdScores128, BwdDq128),
+    ROW("flash_attn_bwd_scores_sm80_f16_d128", GK_F16, __half, BwdScores128, BwdDq128),
+    ROW("flash_attn_bwd_scores_sm80_bf16_d128_small", GK_BF16, __nv_bfloat16, Bwd128Drop, BwdDq128),
+    ROW("flash_attn_bwd_scores_sm80_f16_d128_small", GK_F16, __half, Bwd128Drop, BwdDq128),
+    ROW("flash_attn_bwd_scores_sm80_bf16_d256", GK_BF16, __nv_bfloat16, BwdScores256, BwdDq256),
+    ROW("flash_attn_bwd_scores_sm80_f16_d256", GK_F16, __half, BwdScores256, BwdDq256),
 };
 
 } // namespace

@@ -7,7 +7,7 @@
  * rows (flash_attn_fwd_plain). */
 #include "fwd_mend.cuh"
 #include "fwd_sm80.cuh"
-#include "scores_tiles.h"
+#include "../scores_tiles.h"
 
 namespace {
 
