@@ -155,9 +155,9 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     if (!takes_partial(table, a, g)) return false;
     if (g ? gk_scores_of_bwd(g) : gk_scores_of(a)) { /* a mask or a bias */
         if (table == &gk_flash_attn_bwd_scores_sm80_table ||
-            table == &gk_flash_attn_fwd_scores_sm80_table ||
-            table == &gk_flash_attn_fwd_masked_sm90a_table)
-            return !(a->dropout_p > 0);
+            table == &gk_flash_attn_fwd_scores_sm80_table)
+            return true;
+        if (table == &gk_flash_attn_fwd_masked_sm90a_table) return !(a->dropout_p > 0);
         if (g) return table == &gk_flash_attn_bwd_plain_table;
         return table == &gk_flash_attn_fwd_plain_table ||
                table == &gk_flash_attn_fwd_partial_plain_table;

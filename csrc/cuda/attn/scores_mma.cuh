@@ -8,6 +8,7 @@
 #ifndef GPUKERN_CUDA_SCORES_MMA_CUH
 #define GPUKERN_CUDA_SCORES_MMA_CUH
 
+#include "drop.cuh"
 #include "forward/fwd_score.cuh" /* columns_in */
 #include "scores.cuh"
 #include "softmax.cuh"
@@ -25,6 +26,10 @@ template <class P> struct Scored : P {
     /* forward, workspace, 0 at the start, a byte a tile of queries: its result has a NaN or inf */
     uint8_t *spoilt;
 };
+
+template <class P> __host__ __device__ inline float drop_factor(const Scored<P> &p) {
+    return drop_factor((const P &)p);
+}
 
 __device__ __forceinline__ const int32_t *mask_of(const MmaScores &x, int b, int head) {
     return x.mask + b * x.mask_batch + head * x.mask_head;

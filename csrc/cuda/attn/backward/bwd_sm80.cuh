@@ -238,6 +238,9 @@ template <class P> struct ScoredBwd : Scored<P> {
     float *ddistance; /* [Hq or 1][Sq + Sk - 1]; NULL = not wanted */
     int64_t ddistance_head;
 };
+template <class P> __host__ __device__ inline float drop_factor(const ScoredBwd<P> &p) {
+    return drop_factor((const P &)p);
+}
 
 /* The next step with a block that is not empty, from (*head, *tile) on. */
 template <class Tile, class G>

@@ -3,13 +3,11 @@
  * bfloat16 and float16 on the tensor cores, dense, every modifier. The kernel is in bwd_sm80.cuh.
  * Writes dbias [.., Sq, Sk] in the bias's dtype, summed in float32 over the dimensions that
  * broadcast, and ddistance [Hq or 1, Sq + Sk - 1] float32. Not handled, served by
- * flash_attn_bwd_plain: deterministic calls, dropout, float32, float64, unaligned rows. */
+ * flash_attn_bwd_plain: deterministic calls, float32, float64, unaligned rows. */
 #include "../scores_tiles.h"
 #include "bwd_sm80_run.cuh"
 
 namespace {
-
-typedef ScoredBwd<Bwd> G;
 
 bool broadcasts(const gk_flash_attn_bwd_args *a) {
     const gk_tensor *t = gk_dbias_of(a);
@@ -24,11 +22,12 @@ size_t sums_bytes(const gk_flash_attn_bwd_args *a) {
     return broadcasts(a) && t->dtype != GK_F32 ? (size_t)gk_numel(t) * sizeof(float) : 0;
 }
 
-template <class Tile, class DqTile>
+template <class Tile, class DqTile, bool DROP>
 bool plan_scores(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!gk_scores_of_bwd(a) || a->deterministic || !plan<Tile, DqTile>(row, ctx, args, to))
+    if (!gk_scores_of_bwd(a) || a->deterministic || (a->fwd.dropout_p > 0) != DROP ||
+        !plan<Tile, DqTile>(row, ctx, args, to))
         return false;
     to->workspace_bytes += sums_bytes(a);
     return true;
@@ -48,12 +47,13 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     if (at < x.n) ((T *)x.to)[at] = from_f32<T>(x.from[at]);
 }
 
-template <class T, class Tile, class DqTile>
+template <class T, class Tile, bool DROP>
 gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *plan,
                      void *workspace) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    G g = {};
+    typename ParamsOf<DROP, true>::type g = {};
     (Bwd &)g = gk_own<Bwd>(plan);
+    take_dropout(g, a);
     const Problem &p = g.p;
     g.scores = mma_scores_of(gk_scores_of_bwd(a), p.seq_q, p.seq_k);
     g.stats = workspace;
@@ -77,7 +77,7 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
     }
     if (status == GK_OK) status = bwd_pre(ctx, element<T>::dtype, g, a->dq.dtype);
     if (status == GK_OK)
-        status = launch<bwd_sm80_kernel<T, Tile, true, true, false, T, true>>(
+        status = launch<bwd_sm80_kernel<T, Tile, true, true, DROP, T, true>>(
             OP, ctx, dim3((unsigned)blocks_of<Tile>(p)), Shape<Tile>::THREADS, Smem<Tile>::bytes,
             g);
     if (status != GK_OK) return status;
@@ -90,23 +90,22 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
     return launch<dbias_round_kernel<T>>(OP, ctx, blocks, ROUND_THREADS, 0, x);
 }
 
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)  \
-    {NAME,                                  \
-     DTYPE,                                 \
-     plan_scores<TILE, DQ_TILE>,            \
-     run_scores<T, TILE, DQ_TILE>,          \
-     {TILE::head_dim, TILE::bq, TILE::bkv}, \
+#define ROW(NAME, DTYPE, T, TILE, DQ_TILE, DROP) \
+    {NAME,                                       \
+     DTYPE,                                      \
+     plan_scores<TILE, DQ_TILE, DROP>,           \
+     run_scores<T, TILE, DROP>,                  \
+     {TILE::head_dim, TILE::bq, TILE::bkv},      \
      NULL}
+#define ROWS(label, TILE, DQ_TILE, DROP)                                                        \
+    ROW("flash_attn_bwd_scores_sm80_bf16_" label, GK_BF16, __nv_bfloat16, TILE, DQ_TILE, DROP), \
+        ROW("flash_attn_bwd_scores_sm80_f16_" label, GK_F16, __half, TILE, DQ_TILE, DROP)
 
 const gk_cuda_instance table[] = {
-    ROW("flash_attn_bwd_scores_sm80_bf16_d64", GK_BF16, __nv_bfloat16, BwdScores64, BwdDq64),
-    ROW("flash_attn_bwd_scores_sm80_f16_d64", GK_F16, __half, BwdScores64, BwdDq64),
-    ROW("flash_attn_bwd_scores_sm80_bf16_d128", GK_BF16, __nv_bfloat16, BwdScores128, BwdDq128),
-    ROW("flash_attn_bwd_scores_sm80_f16_d128", GK_F16, __half, BwdScores128, BwdDq128),
-    ROW("flash_attn_bwd_scores_sm80_bf16_d128_small", GK_BF16, __nv_bfloat16, Bwd128Drop, BwdDq128),
-    ROW("flash_attn_bwd_scores_sm80_f16_d128_small", GK_F16, __half, Bwd128Drop, BwdDq128),
-    ROW("flash_attn_bwd_scores_sm80_bf16_d256", GK_BF16, __nv_bfloat16, BwdScores256, BwdDq256),
-    ROW("flash_attn_bwd_scores_sm80_f16_d256", GK_F16, __half, BwdScores256, BwdDq256),
+    ROWS("d64", BwdScores64, BwdDq64, false),
+    ROWS("d128", BwdScores128, BwdDq128, false),
+    ROWS("d128_small", Bwd128Drop, BwdDq128, false),
+    ROWS("d256", BwdScores256, BwdDq256, false),
 };
 
 } // namespace
