@@ -175,6 +175,7 @@ def test_random_calls(seed):
             {"alibi_slopes": torch.rand(heads, generator=gen).cuda()},
             {"kv_start": torch.full((batch,), 9, dtype=torch.int32, device="cuda")},
             {"kv_end": torch.full((batch,), seq_k - 20, dtype=torch.int32, device="cuda")},
+            {"dropout_p": 0.3, "dropout_seed": torch.tensor([seed, 1]).cuda()},
         )
     leaves = {
         "q": normal(batch, heads, seq_q, dim, dtype=dtype),

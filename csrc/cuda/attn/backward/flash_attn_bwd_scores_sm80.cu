@@ -102,10 +102,10 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
         ROW("flash_attn_bwd_scores_sm80_f16_" label, GK_F16, __half, TILE, DQ_TILE, DROP)
 
 const gk_cuda_instance table[] = {
-    ROWS("d64", BwdScores64, BwdDq64, false),
-    ROWS("d128", BwdScores128, BwdDq128, false),
-    ROWS("d128_small", Bwd128Drop, BwdDq128, false),
-    ROWS("d256", BwdScores256, BwdDq256, false),
+    ROWS("d64", BwdScores64, BwdDq64, false),        ROWS("d128", BwdScores128, BwdDq128, false),
+    ROWS("d128_small", Bwd128Drop, BwdDq128, false), ROWS("d256", BwdScores256, BwdDq256, false),
+    ROWS("d64_drop", Bwd64Drop, BwdDq64, true),      ROWS("d128_drop", Bwd128Drop, BwdDq128, true),
+    ROWS("d256_drop", Bwd256Drop, BwdDq256, true),
 };
 
 } // namespace

@@ -60,9 +60,9 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
         ROW("flash_attn_fwd_scores_sm80_f16_" label, __half, GK_F16, TILE, DROP)
 
 const gk_cuda_instance instances[] = {
-    ROWS("d64", FwdScoresTile<64>, false),
-    ROWS("d128", FwdScoresTile<128>, false),
-    ROWS("d256", FwdScoresTile<256>, false),
+    ROWS("d64", FwdScoresTile<64>, false),       ROWS("d128", FwdScoresTile<128>, false),
+    ROWS("d256", FwdScoresTile<256>, false),     ROWS("d64_drop", FwdScoresTile<64>, true),
+    ROWS("d128_drop", FwdScoresTile<128>, true), ROWS("d256_drop", FwdScoresTile<256>, true),
 };
 
 } // namespace
