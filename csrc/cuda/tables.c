@@ -15,6 +15,7 @@ extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table, gk_flash_attn_fwd_mask
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table,
     gk_flash_attn_fwd_plain_table;
 extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
+extern const gk_cuda_table gk_flash_attn_fwd_scores_sm80_table, gk_flash_attn_bwd_scores_sm80_table;
 extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table,
     gk_flash_attn_fwd_partial_plain_table;
 extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table,
@@ -61,16 +62,17 @@ static const gk_cuda_table *const gemm_tables[] = {
     &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_masked_sm90a_table, &gk_flash_attn_fwd_partial_sm90a_table,
-    &gk_flash_attn_fwd_sm90a_table,        &gk_flash_attn_fwd_sm80_table,
-    &gk_flash_attn_fwd_drop_sm80_table,    &gk_flash_attn_fwd_simt_table,
-    &gk_flash_attn_fwd_plain_table,        &gk_flash_attn_fwd_partial_plain_table};
+    &gk_flash_attn_fwd_masked_sm90a_table,  &gk_flash_attn_fwd_scores_sm80_table,
+    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
+    &gk_flash_attn_fwd_sm80_table,          &gk_flash_attn_fwd_drop_sm80_table,
+    &gk_flash_attn_fwd_simt_table,          &gk_flash_attn_fwd_plain_table,
+    &gk_flash_attn_fwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
-    &gk_flash_attn_bwd_sm90a_table,         &gk_flash_attn_bwd_wide_sm90a_table,
-    &gk_flash_attn_bwd_sm80_table,          &gk_flash_attn_bwd_drop_sm80_table,
-    &gk_flash_attn_bwd_simt_table,          &gk_flash_attn_bwd_plain_table,
-    &gk_flash_attn_bwd_partial_sm90a_table, &gk_flash_attn_bwd_partial_sm80_table,
-    &gk_flash_attn_bwd_partial_plain_table};
+    &gk_flash_attn_bwd_scores_sm80_table,  &gk_flash_attn_bwd_sm90a_table,
+    &gk_flash_attn_bwd_wide_sm90a_table,   &gk_flash_attn_bwd_sm80_table,
+    &gk_flash_attn_bwd_drop_sm80_table,    &gk_flash_attn_bwd_simt_table,
+    &gk_flash_attn_bwd_plain_table,        &gk_flash_attn_bwd_partial_sm90a_table,
+    &gk_flash_attn_bwd_partial_sm80_table, &gk_flash_attn_bwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {
@@ -152,12 +154,18 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     const gk_flash_attn_args *a = forward ? args : &g->fwd;
     if (!takes_partial(table, a, g)) return false;
     if (g ? gk_scores_of_bwd(g) : gk_scores_of(a)) { /* a mask or a bias */
-        if (g) return table == &gk_flash_attn_bwd_plain_table;
+        if (table == &gk_flash_attn_bwd_scores_sm80_table ||
+            table == &gk_flash_attn_fwd_scores_sm80_table)
+            return true;
         if (table == &gk_flash_attn_fwd_masked_sm90a_table) return !(a->dropout_p > 0);
+        if (g) return table == &gk_flash_attn_bwd_plain_table;
         return table == &gk_flash_attn_fwd_plain_table ||
                table == &gk_flash_attn_fwd_partial_plain_table;
     }
-    if (table == &gk_flash_attn_fwd_masked_sm90a_table) return false;
+    if (table == &gk_flash_attn_fwd_masked_sm90a_table ||
+        table == &gk_flash_attn_fwd_scores_sm80_table ||
+        table == &gk_flash_attn_bwd_scores_sm80_table)
+        return false;
     const bool drops =
         table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
     const bool either = table == &gk_flash_attn_fwd_plain_table ||
