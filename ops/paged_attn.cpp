@@ -28,6 +28,7 @@ struct PagedAttn {
         fill_rules(to);
         to.flags = GK_PAGED_WINDOW_RIGHT;
         if (allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
+        if (batch_invariant) to.flags |= GK_PAGED_BATCH_INVARIANT;
     }
     static void place(C &to, Results &r) {
         to.out = r[0].view;

@@ -99,7 +99,8 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
                    "multiple of them",
                    (long long)tokens, (long long)batch);
     }
-    GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT),
+    GK_REQUIRE(p->flags <=
+                   (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT | GK_PAGED_BATCH_INVARIANT),
                "flags is %u, expected gk_paged_flags", (unsigned)p->flags);
     GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
                "allow_short on CUDA needs is_causal or window_right=0");

@@ -147,7 +147,14 @@ static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *
     return own == (g->dq.dtype != a->q.dtype);
 }
 
+/* The kernels whose split of a sequence does not depend on the other sequences. */
+static bool takes_paged(const gk_cuda_table *table, const gk_paged_attn_args *a) {
+    return !(a->flags & GK_PAGED_BATCH_INVARIANT) || table == &gk_paged_attn_sm90a_table ||
+           table == &gk_paged_attn_plain_table;
+}
+
 bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
+    if (op == GK_OP_PAGED_ATTN) return takes_paged(table, args);
     const bool forward = op == GK_OP_FLASH_ATTN_FWD;
     if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
     const gk_flash_attn_bwd_args *g = forward ? NULL : args;

@@ -353,6 +353,8 @@ typedef enum gk_paged_flags {
                                * A query at a negative position then sees what the rules let it see,
                                * as one of gk_flash_attn_fwd; CUDA: with is_causal (or a
                                * window_right of 0), and bad lengths and pages are not reported */
+    /* the bits of a sequence do not depend on the other sequences of the call (docs/numerics.md) */
+    GK_PAGED_BATCH_INVARIANT = 4
 } gk_paged_flags;
 
 /* Attention of new tokens over a paged cache. Query t of the n_b of sequence b stands at position

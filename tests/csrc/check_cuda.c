@@ -940,6 +940,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
     gk_attn_rules *r = &p.args.rules;
     p.args =
         (gk_paged_attn_args){.size = sizeof p.args, .q = p.q.t, .k_cache = p.k.t, .v_cache = p.v.t};
+    p.args.flags = check_below(4) ? 0 : GK_PAGED_BATCH_INVARIANT;
     p.args.block_table = p.table.t;
     p.args.seq_lens = p.lens.t;
     p.args.out = p.out.t;

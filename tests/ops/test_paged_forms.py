@@ -36,7 +36,13 @@ E4M3 = torch.float8_e4m3fn
         (4, 1, (32, 8), 128, 16, torch.int8, "paged_attn_sm90a_bf16_int8_128x16"),
         (4, 1, (32, 8), 128, 16, torch.float8_e5m2, "paged_attn_sm90a_bf16_e5m2_128x16"),
         (4, 1, (32, 8), 128, 8, E4M3, "paged_attn_plain_bf16_codes"),
-        (4, 1, (32, 8), 256, 16, torch.int8, "paged_attn_plain_bf16_codes"),
+        (4, 1, (32, 8), 256, 16, torch.int8, "paged_attn_sm90a_bf16_int8_256x8"),
+        (4, 4, (32, 8), 192, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_256x8"),
+        (4, 1, (32, 8), 96, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
+        (4, 4, (32, 8), 96, 64, E4M3, "paged_attn_sm90a_bf16_e4m3_128x16"),
+        (4, 1, (32, 8), 80, 16, torch.float8_e5m2, "paged_attn_sm90a_bf16_e5m2_128x16"),
+        (4, 1, (32, 8), 64, 16, torch.int8, "paged_attn_sm90a_bf16_int8_128x16"),
+        (4, 1, (32, 8), 72, 16, torch.int8, "paged_attn_plain_bf16_codes"),
         (4, 16, (32, 8), 128, 16, None, "paged_attn_sm90a_bf16_128x16"),
         (4, 17, (32, 8), 128, 16, None, "paged_prefill_sm90a_bf16_d128"),
         (1, 512, (32, 8), 64, 8, None, "paged_prefill_sm90a_bf16_d64"),
@@ -53,11 +59,35 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
         torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"]
         == row
     )
-    # larger tables use the list, or paged_attn_sm80
+    # of larger tables, the lengths decide between tiles and the list of the same kernel
     if batch * heads_kv > 132 and tokens == 1 and not stored:
         wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
         told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
-        assert told == (row if batch == 64 and head_dim == 128 else row.replace("sm90a", "sm80"))
+        assert told == row
+
+
+@pytest.mark.skipif(
+    not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels"
+)
+@pytest.mark.parametrize(
+    "tokens, page, dtype, row",
+    (
+        (1, 16, torch.bfloat16, "paged_attn_sm90a_bf16_128x8"),
+        (64, 16, torch.bfloat16, "paged_attn_sm90a_bf16_128x16"),
+        (1, 8, torch.bfloat16, "paged_attn_plain_bf16"),
+        (1, 16, torch.float32, "paged_attn_plain_f32"),
+    ),
+)
+def test_kernel_of_a_batch_invariant_call(tokens, page, dtype, row):
+    cache = torch.empty(2, page, 8, 128, dtype=dtype)
+    for batch, keys in ((1, 256), (3, 100_000), (300, 2048)):
+        q = torch.empty(batch * tokens, 32, 128, dtype=dtype)
+        table = torch.zeros(batch, keys // page, dtype=torch.int32)
+        lens = torch.full((batch,), 200, dtype=torch.int32)
+        told = torch_gpukern.explain(
+            "paged_attn", q, cache, cache, table, lens, batch_invariant=True, arch="sm_90"
+        )
+        assert told["row"] == row
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):
@@ -125,9 +155,16 @@ FORMS = (
     ((700, 300, 141), 129, 1, 24),
 )
 CODES = {"wide": None, "e4m3": E4M3, "e5m2": torch.float8_e5m2, "int8": torch.int8}
-# of head_dim 64 only what paged_attn_sm90a has instances for
-CASES = tuple((*form, 128, code) for form in FORMS for code in CODES) + tuple(
-    (*form, 64, code) for form in FORMS[:9] for code in ("wide", "e4m3")
+CASES = (
+    tuple((*form, 128, code) for form in FORMS for code in CODES)
+    + tuple((*form, 64, code) for form in FORMS[:9] for code in CODES)
+    # codes of other head_dims: TMA fills the columns past head_dim
+    + tuple(
+        (*form, head_dim, code)
+        for form in FORMS[::2]
+        for head_dim, code in ((96, "e4m3"), (80, "int8"), (192, "e5m2"), (256, "int8"))
+    )
+    + tuple((*form, 256, "e4m3") for form in FORMS[1::2])
 )
 
 
@@ -153,6 +190,99 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
         error = (out[rows].double() - want).norm() / want.norm()
         assert error < (6e-3 if dtype == torch.bfloat16 else 1.5e-3)
         torch.testing.assert_close(lse[rows].double(), want_lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", (128, 192))
+@pytest.mark.parametrize("page", (16, 64))
+@pytest.mark.parametrize("kind", ("negative", "tiny", "zero"))
+def test_scales_of_pages(kind, page, head_dim):
+    """Scales of pages are numbers of any sign and size. The last step of a sequence spans a page
+    and a box without one, whose scale must not count."""
+    torch.manual_seed(1)
+    for lengths in ((100, 37, 1, 4096, 700, 16, 33, 48), (6000,), (500, 3000) * 40):
+        given = inputs(lengths, 1, 4, page, torch.bfloat16, E4M3, head_dim=head_dim)
+        shape = given[1].shape[0], 8
+        k_scale, v_scale = (torch.randn(shape, device="cuda").exp() * by for by in (0.3, 1.0))
+        if kind == "negative":
+            k_scale = k_scale * torch.randn_like(k_scale).sign()
+            v_scale = v_scale * torch.randn_like(v_scale).sign()
+        elif kind == "tiny":
+            v_scale = v_scale * 1e-6
+        else:
+            v_scale = v_scale * (torch.rand_like(v_scale) < 0.6)
+        out = paged_attn(*given, k_scale=k_scale, v_scale=v_scale)
+        for b in {0, 2, len(lengths) - 1} & set(range(len(lengths))):
+            want, _ = exact(b, lengths[b], 1, *given, k_scale, v_scale)
+            error = (out[b].double() - want[0]).norm()
+            assert error <= 8e-3 * want.norm() + 1e-30
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tokens, group, page, head_dim, code, dtype",
+    (
+        (1, 4, 16, 128, "wide", torch.bfloat16),
+        (1, 8, 64, 64, "wide", torch.float16),
+        (2, 4, 16, 128, "e4m3", torch.bfloat16),
+        (1, 4, 16, 192, "int8", torch.float16),
+        (5, 4, 16, 128, "wide", torch.float16),  # more rows than a tile has: the list
+        (40, 2, 16, 128, "wide", torch.bfloat16),
+        (1, 4, 8, 128, "wide", torch.bfloat16),  # paged_attn_plain
+        (1, 2, 16, 64, "wide", torch.float32),
+    ),
+)
+def test_batch_invariant(tokens, group, page, head_dim, code, dtype):
+    """A sequence has the bits that it has alone, in every batch and order."""
+    torch.manual_seed(2)
+    lengths = (3000, 41, 900, 12_000, 64, 2047, 40, 5001) + (300, 1500) * 20
+    given = inputs(lengths, tokens, group, page, dtype, CODES[code], head_dim=head_dim)
+    q, k_cache, v_cache, table, lens = given
+    scale = torch.rand(k_cache.shape[0], 8, device="cuda") * 0.03 + 0.01
+    scales = {} if code == "wide" else {"k_scale": scale, "v_scale": scale}
+    q_of = q.view(len(lengths), tokens, *q.shape[1:])
+
+    def of(rows):
+        most = -(-max(lengths[b] for b in rows) // page)
+        at = torch.tensor(rows, device="cuda")
+        return paged_attn(
+            q_of[at].flatten(0, 1),
+            k_cache,
+            v_cache,
+            table[at, :most],
+            lens[at],
+            **scales,
+            batch_invariant=True,
+            return_lse=True,
+        )
+
+    alone = {b: of([b]) for b in range(len(lengths))}
+    want, want_lse = exact(3, lengths[3], tokens, *given, *scales.values())
+    assert (alone[3][0].double() - want).norm() < 6e-3 * want.norm()
+    torch.testing.assert_close(alone[3][1].double(), want_lse, atol=1e-3, rtol=1e-4)
+    for rows in ([0, 1], [5, 3, 1], list(range(8)), list(range(len(lengths)))[::-1]):
+        out, lse = of(rows)
+        for place, b in enumerate(rows):
+            its = slice(place * tokens, (place + 1) * tokens)
+            assert torch.equal(out[its], alone[b][0])
+            assert torch.equal(lse[its], alone[b][1])
+    # packed tokens, one sequence without any
+    at = [0, 1, 2, 5]
+    counts = torch.tensor([0] + [tokens] * 2 + [0] + [tokens] * 2, device="cuda").cumsum(0).int()
+    rows = torch.tensor([0, 1, 4, 2, 5], device="cuda")
+    out = paged_attn(
+        q_of[torch.tensor(at, device="cuda")].flatten(0, 1),
+        k_cache,
+        v_cache,
+        table[rows],
+        lens[rows],
+        cu_seqlens_q=counts,
+        max_seqlen_q=tokens,
+        **scales,
+        batch_invariant=True,
+    )
+    for place, b in enumerate(at):
+        assert torch.equal(out[place * tokens : (place + 1) * tokens], alone[b][0])
 
 
 @pytest.mark.gpu

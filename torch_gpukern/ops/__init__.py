@@ -25,12 +25,14 @@ from .rope_kv_write import rope_kv_write
 from .scaled_gemm import scaled_gemm
 from .softmax import log_softmax, softmax
 from .sparse_gemm import sparse_gemm, sparse_pack
+from .switches import batch_invariant
 from .weight_gemm import pack_weight, unpack_weight, weight_gemm
 
 __all__ = [
     "QuantizedAttn",
     "attn_dropout_mask",
     "attn_merge",
+    "batch_invariant",
     "bias_gelu_dropout",
     "cross_entropy",
     "dequantize",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._library import any_requires_grad, is_grad_enabled, traced
-from . import attention, fakes
+from . import attention, fakes, switches
 from .define import define_op
 from .in_place import define_in_place
 from .keywords import hide_unknown, refuse_unknown
@@ -41,6 +41,7 @@ def paged_attn(
     kv_start: Tensor | None = None,
     window_right: int = -1,
     allow_short: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -94,6 +95,9 @@ def paged_attn(
             windows let them see of the keys from 0 on, as in `flash_attn_varlen`. On CUDA it is
             served with is_causal or a window_right of 0, and bad contents of such a call are
             clamped without a report.
+        batch_invariant: the bits of a sequence's results depend on that sequence alone, not on the
+            others of the call; `torch_gpukern.batch_invariant` switches it on for every call. On
+            the CPU they never do. docs/numerics.md has the cost on CUDA.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -139,6 +143,7 @@ def paged_attn(
         kv_start,
         window_right,
         allow_short,
+        switches.is_batch_invariant if batch_invariant is False else batch_invariant,
     )
 
 

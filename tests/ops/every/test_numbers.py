@@ -49,6 +49,7 @@ def calls(device):
         "is_causal",
         "window_right",
         "allow_short",
+        "batch_invariant",
     )
     varlen = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     pages = dict(q=packed, k_cache=cache, v_cache=cache, block_table=table, seq_lens=lens)

@@ -11,7 +11,6 @@ namespace {
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
 constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
-constexpr int SPLITS = paged_plan::combine_splits;
 
 /* Zeroes a token that belongs to no sequence. One warp. */
 template <class T> __device__ __forceinline__ void clear_unowned_token(const Paged &p, int token) {
@@ -26,6 +25,7 @@ template <class T> __device__ __forceinline__ void clear_unowned_token(const Pag
 /* Merges columns 4 quad .. + 3 of a row over the tile's splits of blocks from, from + step, and
  * so on up to last; first: the block that began the tile. Loads SPLITS splits at once. there:
  * the row has these columns. */
+template <int SPLITS>
 __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from, int last, int step,
                                              int64_t lane_at, int quad, bool there) {
     const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
@@ -90,8 +90,9 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         const int64_t lane_at = (int64_t)block_head * c.lanes + line - block_head * tile.rows;
         const bool works = row0 + warp / warps_of_row < rows;
         for (int quad = lane; works && quad - lane < quads; quad += 32) {
-            const Merged all = sum_splits(c, tile.first, tile.first + warp % warps_of_row,
-                                          tile.last, warps_of_row, lane_at, quad, quad < quads);
+            const Merged all = sum_splits<paged_plan::combine_splits>(
+                c, tile.first, tile.first + warp % warps_of_row, tile.last, warps_of_row, lane_at,
+                quad, quad < quads);
             if (quad < quads) *(float4 *)&sums_s[warp][quad * 4] = all.y;
             if (lane == 0) stats_s[warp] = make_float2(all.row.peak, all.row.sum);
         }

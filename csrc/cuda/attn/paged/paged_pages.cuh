@@ -4,8 +4,9 @@
  * as A [16 columns][16 keys].
  *
  *  WidePages   pages of q's dtype. A step is 16 keys: panels of 64 columns, rows of 128 bytes
- *  CodePages   pages of 8-bit codes. A step is 32 keys, rows of head_dim bytes; operands are
- *              float16, which hold every code
+ *  CodePages   pages of 8-bit codes, head_dim at most HEAD_DIM and a multiple of 16. A step is 32
+ *              keys, 16 if HEAD_DIM is 256: panels of up to 128 columns, each its own copy. TMA
+ * fills the columns past head_dim with zeros. Operands are float16, which hold every code
  *
  * Columns may be summed in any order. CodePages permutes the columns of K, V and O so that four
  * consecutive bytes of a row belong to one lane; q and out are permuted to match (q_col, out_col).
@@ -22,6 +23,7 @@ template <class T_, int HEAD_DIM_> struct WidePages {
     static constexpr bool CODES = false;
     static constexpr gk_dtype stored = element<T>::dtype;
     static constexpr int COLS = 64, PLANES = HEAD_DIM / COLS; /* of a box */
+    static constexpr int COPIES = 1;                          /* boxes that make up the columns */
     typedef smem_tile<KEYS, COLS * 2> Panel;
     static constexpr int tile_bytes = PLANES * Panel::bytes;
     static smem_box box(int rows) { return smem_rows(2, COLS * 2, rows, PLANES); }
@@ -81,24 +83,29 @@ __device__ __forceinline__ void codes_to_f16(uint32_t *lo, uint32_t *hi, uint32_
  * column together. */
 template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
     typedef __half T;
-    static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = 32, STEPS = HEAD_DIM / 16;
+    static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = HEAD_DIM > 128 ? 16 : 32,
+                         STEPS = HEAD_DIM / 16;
     static constexpr bool CODES = true;
     static constexpr gk_dtype stored = CODE;
-    static constexpr int COLS = HEAD_DIM, PLANES = 1;
-    typedef smem_tile<KEYS, COLS> Tile;
-    static constexpr int tile_bytes = Tile::bytes;
-    static smem_box box(int rows) { return smem_rows(1, COLS, rows, PLANES); }
+    static constexpr int COLS = HEAD_DIM > 128 ? 128 : HEAD_DIM, COPIES = HEAD_DIM / COLS;
+    typedef smem_tile<KEYS, COLS> Panel;
+    static constexpr int tile_bytes = COPIES * Panel::bytes;
+    static smem_box box(int rows) { return smem_rows(1, COLS, rows); }
 
     static __device__ __forceinline__ smem_addr k_base(smem_addr tile_s, int lane) {
-        return frag_down_base<Tile>(tile_s, lane, 0, 0);
+        return frag_down_base<Panel>(tile_s, lane, 0, 0);
     }
     static __device__ __forceinline__ smem_addr v_base(smem_addr tile_s, int lane) {
         return k_base(tile_s, lane);
     }
+    static __device__ __forceinline__ smem_addr at(smem_addr base, int i, int half) {
+        constexpr int CHUNKS = COLS / 16;
+        return Panel::along(Panel::down(base + i / CHUNKS * Panel::bytes, half * 16), i % CHUNKS);
+    }
     static __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], smem_addr base, int i,
                                                   int half) {
         uint32_t x[4];
-        ldmatrix_x4(x, Tile::along(Tile::down(base, half * 16), i));
+        ldmatrix_x4(x, at(base, i, half));
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             codes_to_f16<CODE>(&a[j][0], &a[j][2], x[2 * j]);
@@ -108,7 +115,7 @@ template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
     static __device__ __forceinline__ void load_v(uint32_t (&a)[2][4], smem_addr base, int i,
                                                   int half) {
         uint32_t x[4];
-        ldmatrix_x4_trans(x, Tile::along(Tile::down(base, half * 16), i));
+        ldmatrix_x4_trans(x, at(base, i, half));
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             codes_to_f16<CODE>(&a[j][0], &a[j][1], prmt(x[2 * j], 0, 0x3120));

@@ -34,7 +34,9 @@ struct Call {
     Paged p;
     int block_heads, head_sets; /* neighbouring kv heads of a block; sets of them */
     int blocks;
-    int lanes, chunk_keys;     /* rows of a tile; keys of a chunk: KEYS x (warps / block_heads) */
+    int lanes, chunk_keys; /* rows of a tile; keys of a chunk: KEYS x (warps / block_heads) */
+    /* paged_attn_sm90a: no tile is split. A tile belongs to the block in whose share it begins. */
+    bool whole_tiles;
     struct SharedTile *shared; /* workspace, [blocks][2]; NULL if no tile is shared */
     float2 *stats;             /* [blocks][2][block_heads][lanes]: (max, sum) of a split */
     /* [blocks][2][block_heads][lanes][head_dim_v]: O of a split, not divided by the sum */
@@ -70,19 +72,19 @@ __device__ __forceinline__ Work work_of(const Call &c, const PagedSequence &s) {
 
 /* Exclusive prefix sum of x over the block's threads; *total is the sum over all of them.
  * `scratch` holds one number for each warp and is free after the next barrier. */
-template <int WARPS_>
-__device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64_t *total) {
+template <int WARPS_, class Index>
+__device__ __forceinline__ Index block_scan(Index x, Index *scratch, Index *total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int64_t upto = x;
+    Index upto = x;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const int64_t left = __shfl_up_sync(0xffffffffu, upto, step);
+        const Index left = __shfl_up_sync(0xffffffffu, upto, step);
         if (lane >= step) upto += left;
     }
     __syncthreads(); /* scratch may be overwritten */
     if (lane == 31) scratch[warp] = upto;
     __syncthreads(); /* every warp's sum is written */
-    int64_t before = 0, all = 0;
+    Index before = 0, all = 0;
 #pragma unroll
     for (int w = 0; w < WARPS_; ++w) {
         if (w < warp) before += scratch[w];
@@ -231,6 +233,29 @@ __device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, c
     return all;
 }
 
+/* merge_4 of at most MOST warps or blocks, which loads all of them first. */
+template <int MOST>
+__device__ __forceinline__ Merged merge_4_at_once(const float2 *stats, int stats_step,
+                                                  const float *o, int o_step, int count) {
+    float2 its[MOST];
+    float4 y[MOST];
+#pragma unroll
+    for (int v = 0; v < MOST; ++v) {
+        its[v] = make_float2(-INFINITY, 0);
+        y[v] = make_float4(0, 0, 0, 0);
+        if (v < count) {
+            its[v] = stats[v * stats_step];
+            y[v] = *(const float4 *)(o + v * o_step);
+        }
+    }
+    Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
+#pragma unroll
+    for (int v = 0; v < MOST; ++v) all.row.peak = fmaxf(all.row.peak, its[v].x);
+#pragma unroll
+    for (int v = 0; v < MOST; ++v) add_4(all.y, y[v], all.row.join(its[v].x, its[v].y));
+    return all;
+}
+
 /* Writes the rows of a tile without keys. */
 template <class T, int THREADS>
 __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence &s, int row0,
@@ -282,32 +307,38 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
 
 /* ---- 4. the loop over a block's shares ------------------------------------------------------- */
 /* This block's chunks [begin, end), the sequence that holds the first one (`found`), and that
- * sequence's first chunk (`found_at`). */
-template <int WARPS_> struct Chunks {
-    int64_t scratch[WARPS_], found_at;
+ * sequence's first chunk (`found_at`). Index: a type that holds the number of all chunks. */
+template <int WARPS_, class Index = int64_t> struct Chunks {
+    Index scratch[WARPS_], found_at;
     int found;
-    int64_t begin, end, share;
+    Index begin, end, share;
 };
 
-/* Finds the block's chunks. All threads take part. Returns false if there are none. */
-template <int WARPS_>
-__device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan) {
+/* The cost of the sequence that this thread counts in find_chunks. */
+__device__ __forceinline__ int64_t own_cost(const Call &c) {
+    return threadIdx.x < c.p.batch ? work_of(c, paged_sequence(c.p, threadIdx.x)).cost : 0;
+}
+
+/* Finds the block's chunks. All threads take part, each with its own_cost. Returns false if there
+ * are none. */
+template <int WARPS_, class Index>
+__device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_, Index> &plan,
+                                            Index cost) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
-    int64_t total, carry = 0, cost = 0, more = 0;
-    if (threadIdx.x < p.batch) cost = work_of(c, paged_sequence(p, threadIdx.x)).cost;
+    Index total, carry = 0, more = 0;
     for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS)
-        more += work_of(c, paged_sequence(p, b)).cost;
-    int64_t at = block_scan<WARPS_>(cost + more, plan.scratch, &total);
-    const int64_t share = (total + gridDim.x - 1) / gridDim.x;
-    const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
+        more += (Index)work_of(c, paged_sequence(p, b)).cost;
+    Index at = block_scan<WARPS_>(cost + more, plan.scratch, &total);
+    const Index blocks = (Index)gridDim.x, share = (total + blocks - 1) / blocks;
+    const Index begin = (Index)blockIdx.x * share, end = min(begin + share, total);
     SharedTile *const shared = c.shared + 2 * blockIdx.x; /* written by thread 0 only */
     if (threadIdx.x == 0 && c.shared) shared[0].last = shared[1].last = -1;
     if (begin >= end) return false;
     /* one round, unless there are more sequences than threads */
     for (int b = threadIdx.x;; b += THREADS) {
         if (p.batch > THREADS) {
-            cost = b < p.batch ? work_of(c, paged_sequence(p, b)).cost : 0;
+            cost = b < p.batch ? (Index)work_of(c, paged_sequence(p, b)).cost : Index(0);
             at = carry + block_scan<WARPS_>(cost, plan.scratch, &total);
             carry += total;
         }
@@ -347,7 +378,7 @@ __device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
     __shared__ Chunks<WARPS_> plan; /* in shared memory, because the streams need the registers */
     const int warp = threadIdx.x / 32;
     SharedTile *const shared = c.shared + 2 * blockIdx.x;
-    if (!find_chunks<WARPS_>(c, plan)) return;
+    if (!find_chunks<WARPS_, int64_t>(c, plan, own_cost(c))) return;
     int64_t next = plan.found_at; /* the first chunk of sequence b */
 
     /* sequence by sequence, tile by tile */

@@ -13,6 +13,17 @@
 
 namespace {
 
+/* T of q and out. EitherHalf: bfloat16 or float16, as StreamParams::is_f16 says, for kernels whose
+ * operands are float16 in any case. */
+struct EitherHalf {};
+template <class T> __device__ __forceinline__ float2 unpack_16(const StreamParams &, uint32_t x) {
+    return unpack2<T>(x);
+}
+template <>
+__device__ __forceinline__ float2 unpack_16<EitherHalf>(const StreamParams &a, uint32_t x) {
+    return a.is_f16 ? unpack2<__half>(x) : unpack2<__nv_bfloat16>(x);
+}
+
 /* ---- 1. rows --------------------------------------------------------------------------------- */
 /* A lane's rows of a share: columns 8 n + 2 (lane % 4) + e of S^T. */
 template <class Pages, int N> struct RowsOf {
@@ -34,22 +45,23 @@ template <class Pages, int N> struct RowsOf {
         v_base = Pages::CODES && a.by_page ? 0 : 1;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            const int row = x.row0 + n * 8 + lane / 4, token = row / p.group;
+            const int row = x.row0 + n * 8 + lane / 4, token = token_of(a, row);
             const uint16_t *q_g = (const uint16_t *)p.q.data + (x.s.q0 + token) * p.q.row +
                                   (x.head_kv * p.group + row - token * p.group) * p.q.head;
 #pragma unroll
             for (int i = 0; i < STEPS; ++i)
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    q[i][n][half] = row <= x.last_row
-                                        ? *(const uint32_t *)(q_g + Pages::q_col(i, half, lane))
-                                        : 0;
+                for (int half = 0; half < 2; ++half) {
+                    const int col = Pages::q_col(i, half, lane);
+                    const bool there = row <= x.last_row && (!Pages::CODES || col < p.head_dim);
+                    q[i][n][half] = there ? *(const uint32_t *)(q_g + col) : 0;
+                }
             float row_factor = 1;
-            if (Pages::CODES) row_factor = to_halves<T>(n);
+            if (Pages::CODES) row_factor = to_halves<T>(a, n);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int col = lane % 4 * 2 + e, its = x.row0 + n * 8 + col,
-                          its_token = its / p.group;
+                          its_token = token_of(a, its);
                 factor[n][e] = scale;
                 if (Pages::CODES) factor[n][e] *= __shfl_sync(0xffffffffu, row_factor, col * 4);
                 index[n][e] = its_token;
@@ -69,13 +81,13 @@ template <class Pages, int N> struct RowsOf {
 
     /* Converts row 8 n + lane / 4 of q to float16 with its largest element in [1, 2). Returns
      * what the row was divided by. */
-    template <class T> __device__ __forceinline__ float to_halves(int n) {
+    template <class T> __device__ __forceinline__ float to_halves(const StreamParams &a, int n) {
         float most = 0;
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float2 x = unpack2<T>(q[i][n][half]);
+                const float2 x = unpack_16<T>(a, q[i][n][half]);
                 most = fmaxf(most, fmaxf(fabsf(x.x), fabsf(x.y)));
             }
         const uint32_t exponent = min(__float_as_uint(quad_max(most)) >> 23, 253u);
@@ -84,7 +96,7 @@ template <class Pages, int N> struct RowsOf {
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float2 x = unpack2<T>(q[i][n][half]);
+                const float2 x = unpack_16<T>(a, q[i][n][half]);
                 q[i][n][half] = pack2<__half>(x.x * by, x.y * by);
             }
         return __uint_as_float(exponent << 23);
@@ -213,8 +225,10 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
     for (int h = 0; h < HALVES; ++h) {
         factor[h] = 1;
         if (!Pages::CODES) continue;
-        if (v_scale[h] > r.v_base) { /* the scale of a page, the same in all lanes */
-            const float shrink = r.v_base / v_scale[h];
+        /* the scale of a page, the same in all lanes; it may be negative or 0 */
+        const float size = fabsf(v_scale[h]);
+        if (size > r.v_base) {
+            const float shrink = r.v_base / size;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 r.scale_o(n, 0, shrink);
@@ -222,8 +236,9 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
             }
 #pragma unroll
             for (int before = 0; before < h; ++before) factor[before] *= shrink;
-            r.v_base = v_scale[h];
+            r.v_base = size;
         }
+        /* v_base 0: only scales of 0 so far, and O is multiplied by 0 at the end */
         if (v_scale[h] != r.v_base) factor[h] = v_scale[h] / r.v_base;
     }
 #pragma unroll

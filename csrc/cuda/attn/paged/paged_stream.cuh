@@ -17,28 +17,14 @@
 #include "../../host/tensormap.cuh"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/laneid.cuh"
+#include "../../ptx/prefetch_l2.cuh"
 #include "../../ptx/tma.cuh"
+#include "../../tile/divisor.cuh"
 #include "../../tile/tma_ring.cuh"
 #include "paged_plan.cuh"
 #include "paged_tiles.h"
 
 namespace {
-
-struct StreamParams {
-    Call c; /* c.shared is NULL */
-    /* workspace, [blocks][LIST_WARPS]: for each head, how many splits are stored of the tile that
-     * this block began */
-    unsigned *arrived;
-    CUtensorMap k, v;
-    CodeScale k_scale, v_scale; /* of codes, per page */
-    bool by_page;               /* at least one of them exists */
-    /* blocks of a cluster that share a tile; 1: one block for each tile; 0: the flat list */
-    int ranks;
-    int warps, stages, boxes; /* boxes of a step, that is pages that it spans */
-    /* both clusters and the list are launched, and by_clusters decides which one works */
-    bool both_launched;
-    float ns_per_key, ns_per_total;
-};
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
 /* Byte offsets. The ring [warps][stages][2 tiles] comes first. In a cluster, O of the warps
@@ -58,23 +44,55 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
     m.scales = m.barriers + warps * stages * 8;
     m.inbox_barrier = m.scales + warps * stages * 16;
     m.inbox = m.chunks = (m.inbox_barrier + 8 + 15) / 16 * 16;
-    m.total = cluster ? m.inbox + lanes * head_dim * 8 : m.chunks + (int)sizeof(Chunks<LIST_WARPS>);
+    /* rows and quads of columns are divided among up to 8 blocks, rounded up */
+    m.total = cluster ? m.inbox + lanes * head_dim * 8 + 8 * 32
+                      : m.chunks + (int)sizeof(Chunks<LIST_WARPS, int>);
     return m;
 }
+
+struct StreamParams {
+    Call c; /* c.shared is NULL */
+    /* workspace, [blocks][LIST_WARPS]: for each head, how many splits are stored of the tile that
+     * this block began */
+    unsigned *arrived;
+    CUtensorMap k, v;
+    CodeScale k_scale, v_scale; /* of codes, per page */
+    bool by_page;               /* at least one of them exists */
+    /* blocks of a cluster that share a tile; 1: one block for each tile; 0: the flat list */
+    int ranks;
+    int ranks_log2;
+    int warps, stages, boxes;  /* boxes of a step, that is pages that it spans */
+    Divisor of_page, of_group; /* of block_size and of the heads that share a kv head */
+    Divisor of_step;           /* in a cluster: keys from a warp's step to its next one */
+    Divisor of_chunk;          /* in the list: keys of a chunk */
+    /* no window, no kv_start, no cu_q: the keys of a sequence are [0, its length) */
+    bool plain;
+    bool is_f16;      /* q and out, with EitherHalf */
+    Divisor of_quads; /* of head_dim / 4 */
+    /* both clusters and the list are launched, and by_clusters decides which one works */
+    bool both_launched, zeroes; /* zeroes: clusters zero `arrived` for the list */
+    float ns_per_key, ns_per_total;
+    SmemMap map;
+};
 
 /* ---- 2. shares ------------------------------------------------------------------------------- */
 struct Share {
     TileShare x;
-    int stride;  /* keys from step to step */
-    int64_t own; /* the tile's first chunk in the list; its number of chunks */
-    int chunks;
+    int stride;      /* keys from step to step */
+    int own, chunks; /* the tile's first chunk in the list; its number of chunks */
 };
 
-__device__ __forceinline__ void see_keys(TileShare &x, const Paged &p) {
-    x.lo = x.s.lo(x.row0 / p.group);
-    x.hi = x.s.hi(x.last_row / p.group);
-    x.inner_lo = x.s.lo(x.last_row / p.group);
-    x.inner_hi = x.s.hi(x.row0 / p.group);
+/* The query token of a row of a sequence. */
+__device__ __forceinline__ int token_of(const StreamParams &a, int row) {
+    return (int)a.of_group.into((uint32_t)row);
+}
+
+__device__ __forceinline__ void see_keys(TileShare &x, const StreamParams &a) {
+    const int first = token_of(a, x.row0), last = token_of(a, x.last_row);
+    x.lo = x.s.lo(first);
+    x.hi = x.s.hi(last);
+    x.inner_lo = x.s.lo(last);
+    x.inner_hi = x.s.hi(first);
 }
 
 /* Finds the first step that reaches a visible key, and the end of the steps. */
@@ -84,64 +102,123 @@ __device__ __forceinline__ void see_steps(TileShare &x, int stride, int most) {
     x.steps = min(most, x.hi > x.first_key ? (x.hi - x.first_key - 1) / stride + 1 : 0);
 }
 
+/* A warp's steps over the visible keys of a cluster's tile. */
+template <int STEP_KEYS>
+__device__ __forceinline__ void cluster_steps(const StreamParams &a, Share &share) {
+    TileShare &x = share.x;
+    const int warp = threadIdx.x / 32;
+    share.stride = (int)a.of_step.by;
+    x.first_key = x.lo / STEP_KEYS * STEP_KEYS + ((int)blockIdx.x * a.warps + warp) * STEP_KEYS;
+    /* the step that holds lo is the first warp's of the first block */
+    x.step0 = 0;
+    x.steps = x.hi > x.first_key ? (int)a.of_step.into(x.hi - x.first_key - 1) + 1 : 0;
+}
+
+/* The single share of a block in a cluster. The grid is [batch][heads_kv][ranks]. */
+template <int STEP_KEYS>
+__device__ __forceinline__ void cluster_share(const StreamParams &a, Share &share) {
+    const Paged &p = a.c.p;
+    TileShare &x = share.x;
+    x.b = blockIdx.z;
+    x.head_kv = x.head_set = blockIdx.y;
+    x.s = paged_sequence(p, x.b);
+    x.row0 = 0;
+    x.last_row = x.s.rows * p.group - 1;
+    x.leading = false;
+    x.whole = true;
+    see_keys(x, a);
+    /* without a query, no key is seen and no page is read */
+    if (x.s.rows == 0) x.lo = x.hi = 0;
+    cluster_steps<STEP_KEYS>(a, share);
+}
+
+/* The same, as far as the loader needs it, from the length alone. Its few instructions stand
+ * between the length and the first copy. */
+template <int STEP_KEYS>
+__device__ __forceinline__ void plain_share(const StreamParams &a, Share &share) {
+    const Paged &p = a.c.p;
+    TileShare &x = share.x;
+    x.b = blockIdx.z;
+    x.head_kv = blockIdx.y;
+    x.lo = 0;
+    x.hi = min(max(p.lens[x.b * p.lens_step], 0), p.capacity);
+    cluster_steps<STEP_KEYS>(a, share);
+}
+
+/* own_cost of a plain call, from the sequence's length alone. */
+__device__ __forceinline__ int plain_cost_of_tile(const StreamParams &a, int length) {
+    const int keys = min(max(length, 0), a.c.p.capacity);
+    return (int)a.of_chunk.into(keys + a.of_chunk.by - 1) + TILE_COST;
+}
+__device__ __forceinline__ int plain_tiles(const StreamParams &a) {
+    return (a.c.p.seq_q * a.c.p.group + a.c.lanes - 1) / a.c.lanes * a.c.head_sets;
+}
+
+/* The length of the sequence that this thread counts. It may be read while the kernel ahead still
+ * writes it, so it must not enter L1. */
+__device__ __forceinline__ int own_length(const StreamParams &a) {
+    const Paged &p = a.c.p;
+    return threadIdx.x < p.batch ? __ldcg(p.lens + threadIdx.x * p.lens_step) : 0;
+}
+
+/* Prefetches the table entries and q of the block's first share into L2. */
+template <class Pages>
+__device__ __forceinline__ void prefetch_share(const StreamParams &a,
+                                               const Chunks<LIST_WARPS, int> &plan) {
+    const Call &c = a.c;
+    const Paged &p = c.p;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, two = a.boxes - 1;
+    const int cost = plain_cost_of_tile(a, __ldcg(p.lens + plan.found * p.lens_step));
+    const int tile = (plan.begin - plan.found_at) / cost, group = tile / c.head_sets;
+    const int chunk = max(plan.begin - plan.found_at - tile * cost - TILE_COST, 0);
+    const int key = (chunk + (lane >> two)) * c.chunk_keys + warp / c.block_heads * Pages::KEYS +
+                    (lane & two) * (Pages::KEYS >> two);
+    if (key < p.capacity)
+        prefetch_l2(p.table + plan.found * p.table_row + a.of_page.into(key) * p.table_entry);
+    const int row = group * c.lanes + lane, token = token_of(a, row);
+    const int head_kv = (tile - group * c.head_sets) * c.block_heads + warp % c.block_heads;
+    if (warp < c.block_heads && lane < c.lanes && token < p.seq_q)
+        for (int line = 0; line < p.head_dim * 2; line += 128)
+            prefetch_l2((const char *)((const uint16_t *)p.q.data +
+                                       (plan.found * p.seq_q + token) * p.q.row +
+                                       (head_kv * p.group + row - token * p.group) * p.q.head) +
+                        line);
+}
+
+/* The shares of the flat list. */
 template <int STEP_KEYS> struct Source {
-    int b, tile;   /* the next tile; tile -1: sequence b has not been looked at yet */
-    int64_t first; /* first chunk of sequence b */
+    int b, tile; /* the next tile; tile -1: sequence b has not been looked at yet */
+    int first;   /* first chunk of sequence b */
 
-    __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan) {
-        b = 0;
+    __device__ __forceinline__ void begin(const Chunks<LIST_WARPS, int> &plan) {
+        b = plan.found;
         tile = -1;
-        first = 0;
-        if (a.ranks == 0) {
-            b = plan.found;
-            first = plan.found_at;
-        }
-    }
-
-    /* The single share of a block in a cluster. */
-    __device__ __forceinline__ bool of_cluster(const StreamParams &a, Share &share) {
-        const Paged &p = a.c.p;
-        if (tile >= 0) return false;
-        tile = 0;
-        const int tile_of_cluster = blockIdx.x / a.ranks, warp = threadIdx.x / 32;
-        TileShare &x = share.x;
-        x.b = tile_of_cluster / p.heads_kv;
-        x.head_kv = x.head_set = tile_of_cluster - x.b * p.heads_kv;
-        x.s = paged_sequence(p, x.b);
-        x.row0 = 0;
-        x.last_row = x.s.rows * p.group - 1;
-        x.leading = false;
-        x.whole = true;
-        see_keys(x, p);
-        /* without a query, no key is seen and no page is read */
-        if (x.s.rows == 0) x.lo = x.hi = 0;
-        share.stride = a.ranks * a.warps * STEP_KEYS;
-        x.first_key =
-            x.lo / STEP_KEYS * STEP_KEYS + (cluster_ctarank() * a.warps + warp) * STEP_KEYS;
-        see_steps<STEP_KEYS>(x, share.stride, INT32_MAX);
-        return true;
+        first = plan.found_at;
     }
 
     /* The next tile of which the block has chunks, or a tile without keys that the block must
      * write. */
-    __device__ __forceinline__ bool of_list(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
-                                            Share &share) {
+    __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS, int> &plan,
+                                         Share &share) {
         const Call &c = a.c;
         const Paged &p = c.p;
         TileShare &x = share.x;
         for (; first < plan.end; ++b, tile = -1) {
             const PagedSequence s = paged_sequence(p, b);
             const Work w = work_of(c, s);
-            if (tile < 0)
-                tile = w.cost ? (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile) : 0;
+            if (tile < 0) tile = w.cost ? max(plan.begin - first, 0) / (int)w.cost_of_tile : 0;
             const int num_tiles = w.row_groups * c.head_sets;
             for (; tile < num_tiles; ++tile) {
-                const int64_t own = first + tile * w.cost_of_tile + TILE_COST;
-                const bool empty =
-                    w.chunks == 0 && own - TILE_COST >= plan.begin && own - TILE_COST < plan.end;
-                if (own >= plan.end && !empty) return false; /* later tiles begin even later */
-                const int chunk0 = (int)max(plan.begin - own, (int64_t)0),
-                          chunk1 = (int)min(plan.end - own, (int64_t)w.chunks);
+                const int own = first + tile * (int)w.cost_of_tile + TILE_COST;
+                const bool begins = own - TILE_COST >= plan.begin && own - TILE_COST < plan.end,
+                           empty = w.chunks == 0 && begins;
+                /* later tiles begin even later */
+                if (own - (c.whole_tiles ? TILE_COST : 0) >= plan.end && !empty) return false;
+                int chunk0 = max(plan.begin - own, 0), chunk1 = min(plan.end - own, w.chunks);
+                if (c.whole_tiles) {
+                    chunk0 = 0;
+                    chunk1 = begins ? w.chunks : 0;
+                }
                 if (chunk0 >= chunk1 && !empty) continue;
                 const int row_group = tile / c.head_sets, warp = threadIdx.x / 32;
                 x.s = s;
@@ -149,10 +226,10 @@ template <int STEP_KEYS> struct Source {
                 x.head_set = tile - row_group * c.head_sets;
                 x.row0 = row_group * c.lanes;
                 x.last_row = min(x.row0 + c.lanes, w.rows) - 1;
-                x.leading = !empty && own < plan.begin;
-                x.whole = empty || (!x.leading && own + w.chunks <= plan.end);
+                x.leading = !empty && !c.whole_tiles && own < plan.begin;
+                x.whole = empty || c.whole_tiles || (!x.leading && own + w.chunks <= plan.end);
                 x.head_kv = x.head_set * c.block_heads + warp % c.block_heads;
-                see_keys(x, p);
+                see_keys(x, a);
                 share.stride = c.chunk_keys;
                 share.own = own;
                 share.chunks = w.chunks;
@@ -162,35 +239,36 @@ template <int STEP_KEYS> struct Source {
                 ++tile;
                 return true;
             }
-            first += w.cost;
+            first += (int)w.cost;
         }
         return false;
-    }
-
-    __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
-                                         Share &share) {
-        return a.ranks > 0 ? of_cluster(a, share) : of_list(a, plan, share);
     }
 };
 
 /* ---- 3. the ring ----------------------------------------------------------------------------- */
-template <class Pages> struct Loader {
+template <class Pages, bool CLUSTERS> struct Loader {
     static constexpr int stage_bytes = 2 * Pages::tile_bytes;
-    Source<Pages::KEYS> source;
+    Source<Pages::KEYS> source; /* of the list */
     /* of the share that is being loaded */
     int b, head_kv, first_key, stride, step, steps, lo, hi;
-    int base;                           /* step of the first box that the lanes hold */
-    int page, row, next_page, next_row; /* this lane's box, and the one 32 boxes later */
-    float k_scale, v_scale, next_k, next_v;
+    int base;      /* step of the first box that the lanes hold */
+    int page, row; /* this lane's box */
+    /* the box 32 boxes later, as the table has it; row -1: no box */
+    int next_page, next_row;
+    bool ahead; /* next_page and next_row are loaded */
+    float k_scale, v_scale;
+    /* in a cluster: a table entry that was loaded before the length was known, and its key */
+    int early_page, early_key;
     int stage, on_the_way;
     /* two bits for each stage: whether each box has a page, or lies outside the visible keys */
     unsigned here;
     smem_addr ring_s, barriers_s, scales_s;
     uint64_t policy; /* L2 policy: evict first, since pages are read once */
 
-    __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
-                                          smem_addr ring_, smem_addr barriers_, smem_addr scales_) {
-        source.begin(a, plan);
+    __device__ __forceinline__ void begin(const StreamParams &a,
+                                          const Chunks<LIST_WARPS, int> &plan, smem_addr ring_,
+                                          smem_addr barriers_, smem_addr scales_) {
+        if (!CLUSTERS) source.begin(plan);
         ring_s = ring_;
         barriers_s = barriers_;
         scales_s = scales_;
@@ -198,79 +276,131 @@ template <class Pages> struct Loader {
         step = steps = base = 0;
         stage = on_the_way = 0;
         here = 0;
+        ahead = false;
+        early_key = -1;
+        if (CLUSTERS) load_early(a);
     }
 
-    /* Looks up this lane's box among those from step `from` on. */
-    __device__ __forceinline__ void look_up(const StreamParams &a, int from, int &page_, int &row_,
-                                            float &k_, float &v_) {
+    /* The key of this lane's first box in a cluster without a window, and its table entry. */
+    static __device__ __forceinline__ int early_place(const StreamParams &a, const int **entry) {
         const Paged &p = a.c.p;
-        const int lane = threadIdx.x % 32, box_keys = Pages::KEYS / a.boxes;
-        const int at = from + lane / a.boxes,
-                  key = first_key + at * stride + lane % a.boxes * box_keys;
-        const int entry = key / p.block_size;
-        row_ = key - entry * p.block_size;
-        page_ = p.num_blocks;
-        k_ = v_ = 1;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, two = a.boxes - 1;
+        const int key = ((int)blockIdx.x * a.warps + warp) * Pages::KEYS +
+                        (lane >> two) * (int)a.of_step.by + (lane & two) * (Pages::KEYS >> two);
+        *entry = p.table + blockIdx.z * p.table_row + a.of_page.into(key) * p.table_entry;
+        return key < p.capacity ? key : -1;
+    }
+
+    /* Loads the first entries of the table beside the length, not behind it. What lies past the
+     * length is not used. With a window, look_up finds other keys and loads its own. */
+    __device__ __forceinline__ void load_early(const StreamParams &a) {
+        const int *entry;
+        early_key = early_place(a, &entry);
+        if (early_key >= 0) early_page = *entry;
+    }
+
+    /* Loads the table entry of this lane's box among those from step `from` on. */
+    __device__ __forceinline__ void look_up(const StreamParams &a, int from, int &page_,
+                                            int &row_) {
+        const Paged &p = a.c.p;
+        const int lane = threadIdx.x % 32, two = a.boxes - 1, box_keys = Pages::KEYS >> two;
+        const int at = from + (lane >> two),
+                  key = first_key + at * stride + (lane & two) * box_keys;
+        const int entry = (int)a.of_page.into(key);
+        row_ = -1;
         if (at >= steps || key >= hi || key + box_keys <= lo) return;
-        page_ = p.table[b * p.table_row + entry * p.table_entry];
+        row_ = key - entry * p.block_size;
+        if (CLUSTERS && key == early_key)
+            page_ = early_page;
+        else
+            page_ = p.table[b * p.table_row + entry * p.table_entry];
+    }
+
+    /* Checks what look_up has loaded. A box without a page lies outside the tensor. Its scale of v
+     * is 0, so that it does not raise the base of the row's sums. */
+    __device__ __forceinline__ void accept(const StreamParams &a, int page_, int row_) {
+        const Paged &p = a.c.p;
+        k_scale = v_scale = 0;
+        page = p.num_blocks;
+        row = 0;
+        if (row_ < 0) return;
+        row = row_;
+        page = page_;
         if ((unsigned)page_ >= (unsigned)p.num_blocks) {
             report(p.error_word, GK_BAD_BLOCK_TABLE);
-            page_ = -1;
-            return;
+            page = -1;
+        } else if (Pages::CODES && a.by_page) {
+            k_scale = a.k_scale.at<float>(page, head_kv);
+            v_scale = a.v_scale.at<float>(page, head_kv);
         }
-        if (!Pages::CODES || !a.by_page) return;
-        k_ = a.k_scale.at<float>(page_, head_kv), v_ = a.v_scale.at<float>(page_, head_kv);
+    }
+
+    __device__ __forceinline__ void look_ahead(const StreamParams &a) {
+        if (!ahead) look_up(a, base + (32 >> (a.boxes - 1)), next_page, next_row);
+        ahead = true;
+    }
+
+    __device__ __forceinline__ void take(const StreamParams &a, const Share &share) {
+        const TileShare &x = share.x;
+        b = x.b;
+        head_kv = x.head_kv;
+        first_key = x.first_key;
+        stride = share.stride;
+        step = base = x.step0;
+        steps = x.steps;
+        lo = x.lo;
+        hi = x.hi;
+        ahead = false;
+        if (step >= steps) return;
+        int page_, row_;
+        look_up(a, base, page_, row_);
+        accept(a, page_, row_);
     }
 
     /* Fills the free stages of the ring. All lanes take part. */
-    __device__ __forceinline__ void fill(const StreamParams &a, const Chunks<LIST_WARPS> &plan) {
+    __device__ __forceinline__ void fill(const StreamParams &a,
+                                         const Chunks<LIST_WARPS, int> &plan) {
         while (on_the_way < a.stages) {
             while (step >= steps) {
                 Share share;
-                if (!source.next(a, plan, share)) return;
-                const TileShare &x = share.x;
-                b = x.b;
-                head_kv = x.head_kv;
-                first_key = x.first_key;
-                stride = share.stride;
-                step = base = x.step0;
-                steps = x.steps;
-                lo = x.lo;
-                hi = x.hi;
-                if (step >= steps) continue;
-                look_up(a, base, page, row, k_scale, v_scale);
-                look_up(a, base + 32 / a.boxes, next_page, next_row, next_k, next_v);
+                if (CLUSTERS || !source.next(a, plan, share)) return;
+                take(a, share);
             }
-            if (step - base >= 32 / a.boxes) {
-                base += 32 / a.boxes;
-                page = next_page;
-                row = next_row;
-                k_scale = next_k;
-                v_scale = next_v;
-                look_up(a, base + 32 / a.boxes, next_page, next_row, next_k, next_v);
+            if (step - base >= 32 >> (a.boxes - 1)) {
+                look_ahead(a);
+                base += 32 >> (a.boxes - 1);
+                accept(a, next_page, next_row);
+                ahead = false;
             }
             issue(a);
             ++step;
             ++on_the_way;
             stage = stage + 1 == a.stages ? 0 : stage + 1;
         }
+        look_ahead(a); /* behind the copies, which need not wait for it */
     }
 
     __device__ __forceinline__ void issue(const StreamParams &a) {
         const smem_addr full_s = barriers_s + stage * 8, k_s = ring_s + stage * stage_bytes;
-        const int box_bytes = Pages::tile_bytes / a.boxes;
+        constexpr int COPY_BYTES = Pages::tile_bytes / Pages::COPIES;
+        const int box_bytes = COPY_BYTES >> (a.boxes - 1);
         const bool leads = elect_one();
         if (leads) mbarrier_arrive_expect_tx(full_s, stage_bytes);
         unsigned there = 0;
+#pragma unroll 1
         for (int i = 0; i < a.boxes; ++i) {
             const int from = (step - base) * a.boxes + i;
             const int its_page = __shfl_sync(0xffffffffu, page, from),
                       its_row = __shfl_sync(0xffffffffu, row, from);
             there |= (unsigned)(its_page >= 0) << i;
             if (leads) {
-                const tma_at at = {{0, its_row, 0, head_kv, its_page}};
-                tma_load_5d_by(k_s + i * box_bytes, &a.k, at, full_s, policy);
-                tma_load_5d_by(k_s + Pages::tile_bytes + i * box_bytes, &a.v, at, full_s, policy);
+#pragma unroll
+                for (int copy = 0; copy < Pages::COPIES; ++copy) {
+                    const tma_at at = {{copy * Pages::COLS, its_row, 0, head_kv, its_page}};
+                    const smem_addr to = k_s + copy * COPY_BYTES + i * box_bytes;
+                    tma_load_5d_by(to, &a.k, at, full_s, policy);
+                    tma_load_5d_by(to + Pages::tile_bytes, &a.v, at, full_s, policy);
+                }
             }
             if (Pages::CODES && a.by_page) {
                 const float its_k = __shfl_sync(0xffffffffu, k_scale, from);
@@ -283,8 +413,8 @@ template <class Pages> struct Loader {
 };
 
 /* ---- 4. which launch serves the call --------------------------------------------------------- */
-/* Estimates whether clusters, which divide each sequence on its own, finish before the list,
- * which divides all sequences together. Every warp of both launches gets the same answer. */
+/* Estimates whether clusters or tiles, which divide each sequence on its own, finish before the
+ * list, which divides all sequences together. Every warp of both launches gets the same answer. */
 __device__ __forceinline__ bool by_clusters(const StreamParams &a) {
     int longest = 0, total = 0;
     for (int b = threadIdx.x % 32; b < a.c.p.batch; b += 32) {

@@ -21,6 +21,8 @@ struct paged_hopper {
     static constexpr int few_warps = 6;
     /* the largest cluster size that every device can launch */
     static constexpr int most_ranks = 8;
+    /* blocks of a cluster in a batch-invariant call, whatever the batch and the lengths */
+    static constexpr int fixed_ranks = 8;
     /* From this batch on, blocks of the list take neighbouring kv heads, for codes and up to 8
      * rows. These blocks read whole cache lines, but there are fewer tiles: 5 % faster at 256 x
      * 1k, up to 30 % slower with fewer sequences (16 x 2k). It is never faster for 16-bit pages. */
@@ -30,15 +32,19 @@ struct paged_hopper {
     /* from this batch on paged_attn_sm80 serves head_dim 64: time over paged_attn_sm80's 0.86 at
      * 16 x 2k, 1.00 at 32 x 2k, 1.03 at 64 x 4k */
     static constexpr int narrow_batch = 32;
-    /* The rate at which one SM of a cluster reads. Measured at 1 x 128k: 43 bytes a ns with
-     * 16-bit pages, where clusters and the list take the same time; 30 with codes, where the
-     * list is 1.18 times as fast. */
-    static constexpr float sm_bytes_per_ns = 60, sm_code_bytes_per_ns = 30;
-    static constexpr float device_bytes_per_ns = 3000; /* an H100 */
+    /* Bytes a ns that one SM of a cluster reads, if the device's memory has room. Measured on an
+     * H200 at 1 x 100k: 64 with 16-bit pages; on an H100 at 1 x 128k 30 with codes. */
+    static constexpr float sm_bytes_per_ns = 64, sm_code_bytes_per_ns = 30;
+    /* What all SMs read of the memory's peak: 4.25 of 4.9 TB/s on an H200, 3.0 of 3.35 on an
+     * H100. */
+    static constexpr float share_of_peak = 0.87f;
+    /* blocks of 4 warps that an SM holds; more keep the device busy while others begin and end */
+    static constexpr int tiles_an_sm = 3;
+    /* splits that a thread of the list loads at once: one kv head of a single sequence has up to 17
+     * on 132 SMs */
+    static constexpr int join_splits = 18;
     /* cost of the list's splits, compared with a merge inside a cluster */
     static constexpr float list_costs_ns = 4000;
-    /* for one sequence: up to this many keys the list is never faster */
-    static constexpr int cluster_keys = 16384;
     /* One block reads this many keys in 9 us, and the list's merge would take half of that. So
      * if a row of the block table holds at most this many keys for each block of a cluster,
      * clusters serve the call, whatever the lengths are. */

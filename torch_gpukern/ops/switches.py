@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Switches of the process that public functions read."""
+
+__all__ = ["batch_invariant"]
+
+# Functions under torch.compile guard on it, so that flipping it compiles them anew.
+is_batch_invariant = False
+
+
+class batch_invariant:
+    """Switches batch-invariant attention over a paged cache on or off, for the process.
+
+    While it is on, every `paged_attn` call behaves as with ``batch_invariant=True``: the bits of a
+    sequence's results depend on that sequence alone, not on the other sequences of the call. A
+    captured graph keeps the state of its capture. Called as a statement it stays; as a context
+    manager it restores the state before.
+
+    Args:
+        on: the new state.
+
+    Example:
+        >>> torch_gpukern.batch_invariant(True)
+        >>> with torch_gpukern.batch_invariant(False):
+        ...     out = torch_gpukern.paged_attn(q, k_cache, v_cache, block_table, seq_lens)
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        global is_batch_invariant
+        if not isinstance(on, bool):
+            raise TypeError(
+                f"batch_invariant: on is expected to be a bool, got {type(on).__name__}"
+            )
+        self.before = is_batch_invariant
+        is_batch_invariant = on
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global is_batch_invariant
+        is_batch_invariant = self.before
