@@ -11,19 +11,8 @@ extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table,
     gk_gemm_plain_table;
 extern const gk_cuda_table gk_gemm_act_bwd_table;
-extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
-extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table,
-    gk_flash_attn_fwd_plain_table;
-extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
-extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table,
-    gk_flash_attn_fwd_partial_plain_table;
-extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table,
-    gk_flash_attn_bwd_partial_sm80_table, gk_flash_attn_bwd_partial_plain_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
     gk_flash_attn_fp8_sm80_table;
-extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
-extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table,
-    gk_flash_attn_bwd_plain_table;
 extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table,
     gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table, gk_paged_attn_f32_table,
     gk_paged_attn_plain_table;
@@ -54,23 +43,57 @@ extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
+/* What a call of attention may ask for. PARTIAL: a result wider than q, or one that is merged with
+ * the contents of out; in the backward pass, gradients wider than q. DROPS: dropout. */
+enum {
+    PARTIAL = 1,
+    DROPS = 2
+};
+
+/* The tables of attention, best first: X(op, name, needs, allows). A table serves calls that ask
+ * for all of `needs` and for nothing beyond `allows`. */
+#define FLASH_ATTN_FWD(X)                     \
+    X(fwd, partial_sm90a, PARTIAL, PARTIAL)   \
+    X(fwd, sm90a, 0, PARTIAL)                 \
+    X(fwd, sm80, 0, PARTIAL)                  \
+    X(fwd, drop_sm80, DROPS, DROPS | PARTIAL) \
+    X(fwd, simt, 0, PARTIAL)                  \
+    X(fwd, plain, 0, DROPS)                   \
+    X(fwd, partial_plain, PARTIAL, DROPS | PARTIAL)
+#define FLASH_ATTN_BWD(X)                   \
+    X(bwd, sm90a, 0, 0)                     \
+    X(bwd, wide_sm90a, 0, 0)                \
+    X(bwd, sm80, 0, 0)                      \
+    X(bwd, drop_sm80, DROPS, DROPS)         \
+    X(bwd, simt, 0, 0)                      \
+    X(bwd, plain, 0, DROPS)                 \
+    X(bwd, partial_sm90a, PARTIAL, PARTIAL) \
+    X(bwd, partial_sm80, PARTIAL, PARTIAL)  \
+    X(bwd, partial_plain, PARTIAL, DROPS | PARTIAL)
+
+#define DECLARED(op, name, needs, allows) \
+    extern const gk_cuda_table gk_flash_attn_##op##_##name##_table;
+FLASH_ATTN_FWD(DECLARED)
+FLASH_ATTN_BWD(DECLARED)
+#undef DECLARED
+#define LISTED(op, name, needs, allows) &gk_flash_attn_##op##_##name##_table,
+static const gk_cuda_table *const flash_attn_fwd_tables[] = {FLASH_ATTN_FWD(LISTED)};
+static const gk_cuda_table *const flash_attn_bwd_tables[] = {FLASH_ATTN_BWD(LISTED)};
+#undef LISTED
+#define ASKS(op, name, needs, allows) {needs, allows},
+typedef struct asks {
+    int needs, allows;
+} asks;
+static const asks flash_attn_fwd_asks[] = {FLASH_ATTN_FWD(ASKS)};
+static const asks flash_attn_bwd_asks[] = {FLASH_ATTN_BWD(ASKS)};
+#undef ASKS
+
 /* gk_gemm_sm90a_table also plans for the next three tables. */
 static const gk_cuda_table *const gemm_tables[] = {
     &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
     &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
     &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
-static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
-    &gk_flash_attn_fwd_sm80_table,          &gk_flash_attn_fwd_drop_sm80_table,
-    &gk_flash_attn_fwd_simt_table,          &gk_flash_attn_fwd_plain_table,
-    &gk_flash_attn_fwd_partial_plain_table};
-static const gk_cuda_table *const flash_attn_bwd_tables[] = {
-    &gk_flash_attn_bwd_sm90a_table,         &gk_flash_attn_bwd_wide_sm90a_table,
-    &gk_flash_attn_bwd_sm80_table,          &gk_flash_attn_bwd_drop_sm80_table,
-    &gk_flash_attn_bwd_simt_table,          &gk_flash_attn_bwd_plain_table,
-    &gk_flash_attn_bwd_partial_sm90a_table, &gk_flash_attn_bwd_partial_sm80_table,
-    &gk_flash_attn_bwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {
@@ -127,35 +150,14 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     }
 }
 
-/* Partial results: a result wider than q, or merged with the contents of out. In the forward
- * pass, every kernel except the plain one can make them. Gradients of partial results have
- * kernels of their own. */
-static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *a,
-                          const gk_flash_attn_bwd_args *g) {
-    if (!g) {
-        const bool partial = gk_accumulates(a) || a->out.dtype != a->q.dtype;
-        if (table == &gk_flash_attn_fwd_plain_table) return !partial;
-        const bool own = table == &gk_flash_attn_fwd_partial_sm90a_table ||
-                         table == &gk_flash_attn_fwd_partial_plain_table;
-        return partial || !own;
-    }
-    const bool own = table == &gk_flash_attn_bwd_partial_sm90a_table ||
-                     table == &gk_flash_attn_bwd_partial_sm80_table ||
-                     table == &gk_flash_attn_bwd_partial_plain_table;
-    return own == (g->dq.dtype != a->q.dtype);
-}
-
-bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
+bool gk_cuda_takes(gk_op op, int table, const void *args) {
     const bool forward = op == GK_OP_FLASH_ATTN_FWD;
     if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
     const gk_flash_attn_bwd_args *g = forward ? NULL : args;
     const gk_flash_attn_args *a = forward ? args : &g->fwd;
-    if (!takes_partial(table, a, g)) return false;
-    const bool drops =
-        table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
-    const bool either = table == &gk_flash_attn_fwd_plain_table ||
-                        table == &gk_flash_attn_bwd_plain_table ||
-                        table == &gk_flash_attn_fwd_partial_plain_table ||
-                        table == &gk_flash_attn_bwd_partial_plain_table;
-    return either || drops == (a->dropout_p > 0);
+    const gk_dtype result = forward ? a->out.dtype : g->dq.dtype;
+    const bool partial = result != a->q.dtype || (forward && gk_accumulates(a));
+    const int asked = (partial ? PARTIAL : 0) | (a->dropout_p > 0 ? DROPS : 0);
+    const asks *x = forward ? &flash_attn_fwd_asks[table] : &flash_attn_bwd_asks[table];
+    return (asked & x->needs) == x->needs && (asked & ~x->allows) == 0;
 }
