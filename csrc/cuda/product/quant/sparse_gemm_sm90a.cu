@@ -136,6 +136,7 @@ __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ri
 template <class K>
 __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &ring,
                                           smem_addr ring_s, int rank) {
+    static_assert(K::STAGES >= 3, "each of three warps passes two stages without waiting for them");
     const int lane = threadIdx.x % 32;
     int turn = threadIdx.x / 32; /* stages until this warp's own */
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
