@@ -219,8 +219,8 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
         return false;
     /* blocks of the grid, over all heads and sequences */
     const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS);
-    if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch >
-        INT32_MAX)
+    if (!gk_grid_fits(gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) *
+                      p.batch))
         return false;
     const InnerCall x = inner_call(a, (char *)1024);
     gk_plan inner;

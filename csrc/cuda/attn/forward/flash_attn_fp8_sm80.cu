@@ -232,15 +232,12 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     to->tile[0] = BQ;
     to->tile[1] = BKV;
     to->tasks = (int64_t)x.call.tiles_q * x.call.problem.heads_q * x.call.problem.batch;
-    return true;
+    return gk_grid_fits(to->tasks);
 }
 
 template <int HEAD_DIM>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
-    if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
-                       (long long)plan->tasks, BQ);
     const gk_status status = launch<flash_attn_fp8_sm80_kernel<HEAD_DIM>>(
         "gk_flash_attn_fp8", ctx, dim3((unsigned)plan->tasks), THREADS, Smem<HEAD_DIM>::BYTES, x);
     return status == GK_OK ? fp8_finish("gk_flash_attn_fp8", ctx, x.call) : status;

@@ -448,7 +448,7 @@ bool plan_instance(const gk_cuda_instance *row, const gk_context *, const void *
     plan->tile[2] = 128 / gk_dtype_bytes(g->a.dtype);
     plan->tasks = gk_ceil_div(m, plan->tile[0]) * gk_ceil_div(n, plan->tile[1]);
     plan->kernel = row;
-    return plan->tasks <= INT32_MAX;
+    return gk_grid_fits(plan->tasks);
 }
 
 template <class K>
@@ -486,7 +486,7 @@ gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *p
     p.tiles_n = (int)gk_ceil_div(tiles_n, p.pair);
     p.group = SPARSE_GROUP;
     const int64_t clusters =
-        gk_min_i64((int64_t)p.tiles_m * p.tiles_n, gk_max_i64(1, sms / p.pair));
+        gk_min_i64((int64_t)p.tiles_m * p.tiles_n, gk_clusters_of(sms, p.pair));
     return launch<sparse_gemm_kernel<K>>("sparse_gemm", ctx, dim3((unsigned)(clusters * p.pair)),
                                          K::THREADS, K::SMEM, p, false, p.pair);
 }
