@@ -3,7 +3,7 @@
 context_parallel and symmetric memory.
 
 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2
-benchmarks/bench_distributed.py [--quick] [--out FOLDER]
+benchmarks/bench_distributed.py [--quick] [--parts products,decode] [--out FOLDER]
 
 A time is the median over rounds of the slowest rank's time. Each round runs all contestants in a
 random order that is the same on all ranks.
@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(
     os.environ.get("LOCAL_WORLD_SIZE", 1)
 )
 DTYPE = torch.bfloat16 if CUDA else torch.float32
+SLOW = 0.2  # seconds of a call, or of all contestants, from which on fewer calls are made
 RATE = 1.0  # scales the sizes; on a CPU the run only shows that everything works
 rows: list[dict] = []
 order = random.Random(0)
@@ -116,8 +118,11 @@ def measure(
     found = {name: [] for name in ready}
     first = {}
     for name, call in ready.items():
-        seconds(call, 2)  # a first call allocates buffers and would make `repeats` too small
-        first[name] = seconds(call, 2)
+        # a first call allocates buffers and would make `repeats` too small
+        first[name] = seconds(call, 1)
+        if first[name] < SLOW:
+            first[name] = seconds(call, 2)
+    rounds = min(rounds, 3) if sum(first.values()) > SLOW else rounds
     for _ in range(rounds):
         # the order is random, because a call inherits the clock of the call before it
         for name in order.sample(list(ready), len(ready)):
@@ -140,6 +145,14 @@ def measure(
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 
 
+PEERS = ("torch CP cuDNN", "torch CP cuDNN, expanded", "torch CP flash", "torch CP flash, expanded")
+
+
+def fits(mode: str) -> bool:
+    """Whether every rank gets as many heads as the others, as ulysses needs."""
+    return mode != "ulysses" or HEADS_KV % dist.get_world_size() == 0
+
+
 def both_ways(call):
     """Forward and backward of call(q, k, v), with a fixed gradient of out."""
 
@@ -150,7 +163,9 @@ def both_ways(call):
     return step
 
 
-def attention(tokens_a_rank: int, device) -> None:
+def attention(tokens_a_rank: int, device, alone_only: bool = False) -> None:
+    """alone_only: for lengths at which one GPU would take many seconds. The contestants are then
+    the modes, torch's fastest kernel, and a rank's attention without communication."""
     ranks = dist.get_world_size()
     total = tokens_a_rank * ranks
     torch.manual_seed(0)
@@ -170,11 +185,6 @@ def attention(tokens_a_rank: int, device) -> None:
     def ours(mode):
         return lambda q, k, v: gd.context_parallel_attn(q, k, v, is_causal=True, mode=mode)
 
-    want, got = one(*whole), ours("all_gather")(*part)
-    same = torch.equal(gd.shard_sequence(want, None, 2), got)
-    worst = (
-        (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
-    )
     cut = Cut(total, ranks, "zigzag").segments(dist.get_rank())
     runs = [part[0][:, :, at : at + end - start] for at, start, end in cut]
 
@@ -185,15 +195,25 @@ def attention(tokens_a_rank: int, device) -> None:
             for q, (_, start, _) in zip(runs, cut, strict=True)
         ]
 
+    want = torch.cat(alone(), 2) if alone_only else gd.shard_sequence(one(*whole), None, 2)
+    same = torch.equal(want, ours("all_gather")(*part))
+    worst = (ours("ring")(*part).float() - want.float()).abs().max().item()
+    del want
     label = f"{tokens_a_rank} tokens a rank"
-    forward = {"one GPU": lambda: one(*whole), "attention alone": alone}
-    modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses")}
+    forward, step = {"attention alone": alone}, {}
+    if not alone_only:
+        forward |= {"one GPU": lambda: one(*whole)}
+        step |= {"one GPU": lambda: both_ways(one)(whole, grad)}
+    modes = {m: ours(m) for m in ("all_gather", "ring", "ulysses") if fits(m)}
     forward |= {m: lambda f=f: f(*part) for m, f in modes.items()}
-    row = measure("cp forward", label, forward | torch_peers(part, None))
-    row |= {"all_gather bit for bit": same, "ring's largest difference": worst}
-    step = {"one GPU": lambda: both_ways(one)(whole, grad)}
     step |= {m: lambda f=f: both_ways(f)(part, part_grad) for m, f in modes.items()}
-    measure("cp forward+backward", label, step | torch_peers(part, part_grad))
+    kernels = ("torch CP cuDNN",) if alone_only else PEERS
+    rounds = 1 if alone_only else 5
+    row = measure("cp forward", label, forward | torch_peers(part, None, kernels), rounds=rounds)
+    row |= {"all_gather bit for bit": same, "ring's largest difference": worst}
+    measure(
+        "cp forward+backward", label, step | torch_peers(part, part_grad, kernels), rounds=rounds
+    )
     if tokens_a_rank <= 8192:
         os.environ["GPUKERN_DIST_CHECK"] = "1"
         measure("cp forward, compared", label, {"all_gather": lambda: ours("all_gather")(*part)})
@@ -211,6 +231,7 @@ def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
     modes = {
         m: functools.partial(gd.context_parallel_attn, is_causal=True, mode=m)
         for m in ("all_gather", "ring", "ulysses")
+        if fits(m)
     }
     measure(
         "cp modes, forward",
@@ -223,7 +244,7 @@ def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
     measure("cp modes, forward+backward", label, step, rounds=3, budget=0.2)
 
 
-def torch_peers(part, grad) -> dict:
+def torch_peers(part, grad, wanted=PEERS) -> dict:
     """torch's context_parallel with each of its kernels. Its load balancing cuts the sequence as
     our zigzag does. K and V keep their own heads if the kernel accepts that; otherwise they are
     expanded to one head for each of q's ("expanded")."""
@@ -235,7 +256,9 @@ def torch_peers(part, grad) -> dict:
 
     mesh, usual = init_device_mesh("cuda", (dist.get_world_size(),)), F.scaled_dot_product_attention
     table = DTensor._op_dispatcher._custom_op_handlers
-    wide = [part[0], *(x.repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in part[1:])]
+    wide = part
+    if any("expanded" in name for name in wanted):
+        wide = [part[0], *(x.repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in part[1:])]
 
     def attend(q, k, v):
         return F.scaled_dot_product_attention(
@@ -265,6 +288,8 @@ def torch_peers(part, grad) -> dict:
     calls = {}
     for name, backend in backends.items():
         for more, given in (("", part), (", expanded", wide)):
+            if name + more not in wanted:
+                continue
             calls[name + more] = functools.partial(run, given)
             calls[name + more].around = functools.partial(around, backend)
     return calls
@@ -317,6 +342,8 @@ def products(m: int, k: int, n: int, device) -> None:
         calls["symm_mem"] = lambda: symmetric("fused_all_gather_matmul")(a, [b], 0, group)
     calls["gemm alone"] = lambda: gk.gemm(met, b)
     calls["mm alone"] = lambda: torch.mm(met, b)
+    calls["own, then rest"] = as_before(lambda: gd.all_gather_gemm(a, b))
+    same_as_peers("all_gather_gemm", calls)
     measure("all_gather_gemm", name, calls)
 
     a2, b2 = torch.randn(m, k // ranks, **of), torch.randn(k // ranks, n, **of)
@@ -333,7 +360,38 @@ def products(m: int, k: int, n: int, device) -> None:
         )
     calls["gemm alone"] = lambda: gk.gemm(a2, b2)
     calls["mm alone"] = lambda: torch.mm(a2, b2)
+    calls["sums sent"] = as_before(lambda: gd.gemm_reduce_scatter(a2, b2))
+    same_as_peers("gemm_reduce_scatter", calls)
     measure("gemm_reduce_scatter", name, calls)
+
+
+def as_before(call):
+    """The call in the other form that products.py has: gathered rows are multiplied as this rank's
+    and then the rest, and float32 sums are sent in place of operands."""
+    from torch_gpukern.distributed import products
+
+    def own_then_rest(cut, rank, *_):
+        ((start, end),) = cut.spans[rank]
+        runs = ((start, end, 0), (0, start, cut.size - 1), (end, cut.length, cut.size - 1))
+        return [run for run in runs if run[0] < run[1]]
+
+    def run():
+        usual = products._as_they_arrive, products._fetches
+        products._as_they_arrive, products._fetches = own_then_rest, lambda *_: False
+        try:
+            return call()
+        finally:
+            products._as_they_arrive, products._fetches = usual
+
+    return run
+
+
+def same_as_peers(what: str, calls: dict) -> None:
+    """Raises if ours differs from NCCL + mm by more than the rounding of its sums."""
+    ours, theirs = (calls[name]().float() for name in ("ours", "NCCL + mm"))
+    off = (ours - theirs).norm() / theirs.norm()
+    if not off < (1e-2 if CUDA else 1e-5):
+        raise AssertionError(f"{what}: ours and NCCL + mm differ by {off:.3g}")
 
 
 def all_reduce(m: int, device) -> None:
@@ -362,7 +420,117 @@ def all_reduce(m: int, device) -> None:
 
         calls |= {"one-shot": shot("one_shot_all_reduce"), "two-shot": shot("two_shot_all_reduce_")}
     calls["gemm alone"] = lambda: gk.gemm(a, b)
+    same_as_peers("gemm_all_reduce", calls)
     measure("gemm_all_reduce", f"{m} {size} {size}", calls, graph=True, budget=0.2)
+
+
+# ---- loss and experts ----------------------------------------------------------------------------
+
+
+def loss(rows_: int, hidden: int, classes: int, device) -> None:
+    """Forward and backward of a head whose classes are cut over ranks, beside the same head on one
+    GPU, and beside torch's loss_parallel, which makes the logits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    ranks, rank, of = dist.get_world_size(), dist.get_rank(), dict(device=device, dtype=DTYPE)
+    torch.manual_seed(0)  # the same on every rank
+    x = torch.randn(rows_, hidden, **of).requires_grad_()
+    whole = (torch.randn(classes, hidden, **of) * 0.02).requires_grad_()
+    own = whole.detach().tensor_split(ranks)[rank].clone().requires_grad_()
+    target = torch.randint(0, classes, (rows_,), device=device)
+    mesh = init_device_mesh(device.type, (ranks,))
+
+    def one():
+        value = gk.linear_cross_entropy(x, whole, target, low_memory=True)
+        return torch.autograd.grad(value, (x, whole))
+
+    def ours():
+        value = gd.vocab_parallel_linear_cross_entropy(x, own, target, classes=classes)
+        return torch.autograd.grad(value, (x, own))
+
+    def theirs():
+        logits = DTensor.from_local(torch.mm(x, own.t()), mesh, [Shard(1)])
+        with loss_parallel():
+            value = F.cross_entropy(logits, target)
+            dx, dw = torch.autograd.grad(value, (x, own))
+        dist.all_reduce(dx)  # the share of this rank's classes
+        return dx, dw
+
+    want, got = one(), ours()
+    off = (got[0].float() - want[0].float()).norm() / want[0].float().norm()
+    label = f"{rows_} rows, {hidden} to {classes}"
+    row = measure(
+        "vocabulary-parallel loss, forward+backward",
+        label,
+        {"ours": ours, "torch loss_parallel": theirs, "one GPU": one},
+        budget=0.3,
+    )
+    row["difference from one GPU"] = off.item()
+
+
+def experts(tokens: int, hidden: int, inner: int, number: int, each: int, device) -> None:
+    """Forward and backward of a mixture whose experts are cut over ranks. tokens: of a rank.
+    "experts alone" has the same products without communication; the peer makes the same exchange by
+    NCCL, and grouped products by torch."""
+    ranks, of = dist.get_world_size(), dict(device=device, dtype=DTYPE)
+    torch.manual_seed(dist.get_rank())
+    x, own = torch.randn(tokens, hidden, **of).requires_grad_(), number // ranks
+    up = (torch.randn(own, hidden, 2 * inner, **of) * hidden**-0.5).requires_grad_()
+    down = (torch.randn(own, inner, hidden, **of) * inner**-0.5).requires_grad_()
+    score, expert_of = torch.rand(tokens, number, device=device).topk(each)
+    weight_of, grad = score.softmax(-1), torch.randn(tokens, hidden, **of)
+
+    def ours():
+        out = gd.expert_parallel(x, expert_of, weight_of, up, down)
+        return out.detach(), *torch.autograd.grad(out, (x, up, down), grad)
+
+    def alone():
+        out = gk.nn.grouped_experts(x, expert_of % own, weight_of, up, down)
+        return torch.autograd.grad(out, (x, up, down), grad)
+
+    class Swap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, sent, met):
+            ctx.back = met, sent
+            out = x.new_empty(sum(met), x.shape[1])
+            dist.all_to_all_single(out, x.contiguous(), met, sent)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Swap.apply(grad, *ctx.back), None, None
+
+    def theirs():
+        sorted_, order = expert_of.flatten().sort(stable=True)
+        counts = torch.bincount(sorted_, minlength=number)
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts)
+        sent, met = (n.view(ranks, own) for n in (counts, incoming))
+        sent, per_expert = sent.sum(1).tolist(), met
+        met = met.sum(1).tolist()
+        rows_ = Swap.apply(x[order // each], sent, met)
+        here = torch.arange(own, device=device).repeat(ranks)
+        here = here.repeat_interleave(per_expert.flatten(), output_size=sum(met))
+        here, place = here.sort(stable=True)
+        ends = torch.bincount(here, minlength=own).cumsum(0).to(torch.int32)
+        gate, value = torch._grouped_mm(rows_[place], up, offs=ends).chunk(2, -1)
+        back = torch._grouped_mm(F.silu(gate) * value, down, offs=ends)
+        rows_ = Swap.apply(torch.zeros_like(back).index_copy(0, place, back), met, sent)
+        rows_ = torch.zeros_like(rows_).index_copy(0, order, rows_).view(tokens, each, hidden)
+        out = (rows_ * weight_of.unsqueeze(-1).to(rows_.dtype)).sum(1)
+        return out.detach(), *torch.autograd.grad(out, (x, up, down), grad)
+
+    calls = {"ours": ours, "experts alone": alone}
+    if CUDA:
+        calls["NCCL + torch grouped_mm"] = theirs
+    label = f"{tokens} tokens a rank, {each} of {number} experts, {hidden} to {inner}"
+    row = measure("expert parallel, forward+backward", label, calls, budget=0.3)
+    if "NCCL + torch grouped_mm" in row["us"]:
+        a, b = ours(), theirs()
+        offs = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(a, b)]
+        row["largest difference from the peer"] = max(offs).item()
 
 
 def links(device) -> None:
@@ -399,6 +567,7 @@ def training(device, trace: Path | None) -> None:
         torch.uint8
     )
     alone = train.Form(dtype=DTYPE)
+    pair = ranks // 2
     forms = {
         "one GPU": "",
         "data": "",
@@ -407,6 +576,16 @@ def training(device, trace: Path | None) -> None:
         "context": f"--context {ranks} --mode all_gather",
         "pipeline": f"--pipeline {ranks} --microbatches 8",
     }
+    if ranks >= 4 and ranks % 2 == 0:  # two forms at a time
+        forms |= {
+            "data 2, tensor": f"--tensor {pair} --sequence",
+            "pipeline 2, tensor": f"--pipeline 2 --tensor {pair} --sequence --microbatches 8",
+            "data 2, context": f"--context {pair} --mode all_gather",
+            "context 2, tensor": f"--context 2 --tensor {pair} --sequence",
+        }
+    if ranks == 8:
+        forms["pipeline 2, data 2, tensor 2"] = "--pipeline 2 --tensor 2 --sequence"
+        forms["data 2, context 2, tensor 2"] = "--context 2 --tensor 2 --sequence"
     for name, flags in forms.items():
         try:
             options = train.parse(["--steps", "5", "--batch", "8", *flags.split()])
@@ -415,7 +594,10 @@ def training(device, trace: Path | None) -> None:
             losses, told = train.losses_of(
                 options, text, config, device, alone if name == "one GPU" else None
             )
+            told["last_loss"] = losses[-1]
             rows.append({"group": "training", "label": name, "losses": losses, "told": told})
+            if dist.get_rank() == 0:
+                print(f"training, {name}: losses {losses}", flush=True)
         except Exception as raised:
             print(f"training, {name}: {type(raised).__name__}: {raised}", flush=True)
             rows.append({"group": "training", "label": name, "failed": str(raised)[:200]})
@@ -425,7 +607,8 @@ def training(device, trace: Path | None) -> None:
 
 
 OURS = ("ours", "all_gather", "ring", "ulysses", "gather_sequence")
-NO_PEERS = ("one GPU", "attention alone", "gemm alone", "mm alone")
+NO_PEERS = ("one GPU", "attention alone", "experts alone", "gemm alone", "mm alone")
+NO_PEERS += ("own, then rest", "sums sent")
 
 
 def stored() -> dict:
@@ -490,10 +673,50 @@ def write(out: Path | None) -> None:
     results.store(out, f"{dist.get_world_size()} x {name}", "distributed", facts | stored())
 
 
+PARTS = ["links", "attention", "products", "all_reduce", "decode", "loss", "experts"]
+PARTS += ["attention_32k", "crossover", "training", "attention_128k"]
+
+
+def of_part(name: str, options, device) -> list:
+    """The measurements of a part, as functions of no argument."""
+    quick, many = options.quick, lambda n: int(n * RATE)  # noqa: E731
+
+    def calls(measured, *given, **more):
+        return [functools.partial(measured, *args, device, **more) for args in given]
+
+    if name == "links":
+        return [functools.partial(links, device)]
+    if name.startswith("attention"):
+        thousands = int(name.partition("_")[2].removesuffix("k") or 8)
+        if quick and thousands > 8:
+            return []
+        return calls(attention, (many(thousands << 10),), alone_only=thousands > 32)
+    if name == "products":
+        shapes = ((8192, 10240),) if quick else ((8192, 10240), (8192, 57344), (4096, 6144))
+        return calls(products, *((many(8192), many(k), many(n)) for k, n in shapes))
+    if name == "all_reduce":
+        return calls(all_reduce, *((m,) for m in ((1, 64) if quick else (1, 8, 16, 64))))
+    if name == "decode":
+        return calls(decode, *((many(n << 20),) for n in ((1,) if quick else (1, 4))))
+    if name == "loss":
+        return calls(loss, (many(8192), many(4096), many(128 << 10)))
+    if name == "experts":
+        return calls(experts, (many(8192), many(2048), many(768) // 8 * 8, 64, 8))
+    if name == "crossover":
+        cases = ((1024, 8), (1024, 32), (4096, 8), (4096, 32), (16384, 32))
+        return calls(crossover, *((many(n), heads) for n, heads in cases if not quick or n == 1024))
+    return [functools.partial(training, device, options.trace)] if CUDA else []
+
+
 def main() -> None:
     global RATE
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts",
+        default="",
+        help=f"only these of {','.join(PARTS)}, comma-separated, in this order",
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument(
@@ -516,29 +739,23 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if CUDA else "gloo", timeout=datetime.timedelta(seconds=60))
     RATE = 1.0 if CUDA else 1 / 64
-    links(device)
-    parts = [functools.partial(attention, int(8192 * RATE), device)]
-    for k, n in ((8192, 10240),) if options.quick else ((8192, 10240), (8192, 57344), (4096, 6144)):
-        parts.append(
-            functools.partial(products, int(8192 * RATE), int(k * RATE), int(n * RATE), device)
-        )
-    parts += [
-        functools.partial(all_reduce, m, device)
-        for m in ((1, 64) if options.quick else (1, 8, 16, 64))
-    ]
-    parts.append(functools.partial(decode, int((1 << 20) * RATE), device))
-    if not options.quick:
-        parts.append(functools.partial(attention, int(32768 * RATE), device))
-    for tokens, heads_kv in ((1024, 8), (1024, 32), (4096, 8), (4096, 32), (16384, 32)):
-        if not options.quick or tokens == 1024:
-            parts.append(functools.partial(crossover, int(tokens * RATE), heads_kv, device))
+    names = options.parts.split(",") if options.parts else PARTS
+    if unknown := set(names) - set(PARTS):
+        raise SystemExit(f"bench_distributed: --parts takes {','.join(PARTS)}, got {unknown}")
+    parts = [part for name in names for part in of_part(name, options, device)]
+    failed = 0
     for part in parts:
-        part()
+        try:
+            part()
+        except Exception:
+            failed += 1
+            print(f"rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
         write(options.out)  # keep what is measured, even if a later part fails
-    if CUDA:
-        training(device, options.trace)
-    write(options.out)
+        if CUDA:
+            torch.cuda.empty_cache()
     dist.destroy_process_group()
+    if failed:
+        raise SystemExit(f"bench_distributed: {failed} of {len(parts)} measurements failed")
 
 
 if __name__ == "__main__":

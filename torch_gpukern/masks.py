@@ -3,8 +3,7 @@
 
 A mask is cut into tiles of 128 queries x 128 keys. Attention skips empty tiles, runs full tiles as
 if there were no mask, and reads 128 bits per row of partial tiles. A mask is built once, without
-waiting for its device, and serves forward and backward of every layer. GPUs build masks, but
-attention on a GPU does not take them yet.
+waiting for its device, and serves forward and backward of every layer.
 """
 
 from typing import Any

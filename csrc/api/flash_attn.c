@@ -121,8 +121,7 @@ static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x
     return GK_OK;
 }
 
-static gk_status check_scores(const gk_context *ctx, const gk_flash_attn_args *f,
-                              const gk_attn_scores *x, gk_io *io) {
+static gk_status check_scores(const gk_flash_attn_args *f, const gk_attn_scores *x, gk_io *io) {
     if (!x) return GK_OK;
     GK_REQUIRE(form_of(f) == &dense,
                "attn_mask, bias and distance_bias must be missing in packed calls");
@@ -143,10 +142,6 @@ static gk_status check_scores(const gk_context *ctx, const gk_flash_attn_args *f
             !f->rules.q_start,
             "distance_bias must be missing where q_start is given: its entries count from query 0");
     }
-    if (ctx->device == GK_CUDA)
-        return gk_fail(
-            GK_ERR_UNSUPPORTED,
-            "attn_mask, bias and distance_bias have no kernel on CUDA; supported is the CPU");
     return GK_OK;
 }
 
@@ -202,7 +197,7 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
-    GK_TRY(check_scores(ctx, f, gk_scores_of(f), io));
+    GK_TRY(check_scores(f, gk_scores_of(f), io));
     GK_REQUIRE(!gk_scores_of(f) || !gk_accumulates(f),
                "attn_mask, bias and distance_bias must be missing where results accumulate");
     GK_TRY(check_contents(ctx, f, io));
@@ -244,7 +239,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
     const gk_attn_scores *scores = gk_scores_of_bwd(g);
-    GK_TRY(check_scores(ctx, f, scores, io));
+    GK_TRY(check_scores(f, scores, io));
     GK_TRY(check_contents(ctx, f, io));
     GK_REQUIRE(!scores || !g->is_part,
                "attn_mask, bias and distance_bias must be missing where is_part is true");

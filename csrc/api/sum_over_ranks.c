@@ -11,21 +11,24 @@ static int64_t padded_elements(int64_t elements) { return gk_ceil_div(elements, 
 
 size_t gk_mailbox_bytes(int64_t elements, int32_t num_ranks) {
     if (elements < 0 || num_ranks < 1) return 0;
+    const int64_t places = 2 * (int64_t)sizeof(float) * num_ranks;
+    if (elements > (INT64_MAX - GK_MAILBOX_HEADER) / places - 4) return SIZE_MAX; /* no room */
     return GK_MAILBOX_HEADER +
            (size_t)padded_elements(elements) * sizeof(float) * 2 * (size_t)num_ranks;
 }
 
 static gk_status check(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
-    GK_TRY(gk_check_context(ctx, s->size, sizeof *s));
-    GK_REQUIRE(ctx->device == GK_CUDA, "x must be on a GPU");
     gk_io io;
     gk_io_begin(&io, GK_CONTENTS);
+    GK_REQUIRE(s, "args is NULL");
+    GK_TRY(gk_check_context(ctx, s->size, sizeof *s));
     const gk_dtype to = s->out.dtype;
     GK_TRY(gk_take(&io, "x", &s->x, GK_CONTIGUOUS));
     GK_TRY(gk_check_dtype(&io, "x", &s->x, GK_F32));
     GK_REQUIRE(to == GK_F32 || to == GK_BF16 || to == GK_F16,
                "out must be float32, bfloat16 or float16, got %s", io.dtype_name(to));
     gk_give(&io, "out", &s->out, to, s->x.ndim, s->x.shape, GK_CONTIGUOUS);
+    GK_TRY(gk_check_strides(&io));
     GK_TRY(gk_check_given(&io, 0));
     GK_TRY(gk_check_apart(&io, 0));
     GK_REQUIRE(s->num_ranks >= 2 && s->num_ranks <= GK_MOST_RANKS,
@@ -41,6 +44,7 @@ static gk_status check(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
     GK_REQUIRE((uintptr_t)s->x.const_data % 16 == 0 && (uintptr_t)s->out.data % 16 == 0,
                "x and out must begin at multiples of 16 bytes");
     GK_REQUIRE(s->timeout_s > 0, "timeout_s must be more than 0, got %g", s->timeout_s);
+    GK_REQUIRE(ctx->device == GK_CUDA, "x must be on a GPU");
     return GK_OK;
 }
 

@@ -206,17 +206,21 @@ GK_MASK_FN void gk_mask_row(const gk_mask *m, int64_t row, int64_t block, int fl
     for (int q = 0; q < 4; ++q) word[q] = gk_mask_word(bits, q);
 }
 
-/* The bit of column c in a row's words. */
-GK_MASK_FN bool gk_mask_bit(const uint32_t word[4], int c) {
-    return word[c % 8 / 2] >> (2 * (c / 8) + c % 2) & 1;
-}
-
+/* Whether a row sees one key: the same answer as the bit of the row's words, without making them.
+ */
 GK_MASK_FN bool gk_mask_sees(const gk_mask *m, int64_t row, int64_t key) {
-    const int flag = gk_mask_flag(m, row, key / GK_MASK_TILE);
+    const int64_t block = key / GK_MASK_TILE;
+    const int flag = gk_mask_flag(m, row, block), column = (int)(key % GK_MASK_TILE);
     if ((flag & 3) <= GK_BLOCK_FULL) return (flag & 3) == GK_BLOCK_FULL;
-    uint32_t word[4];
-    gk_mask_row(m, row, key / GK_MASK_TILE, flag, word);
-    return gk_mask_bit(word, (int)(key % GK_MASK_TILE));
+    if ((flag & 3) == GK_BLOCK_WORDS) {
+        const int64_t slot = gk_mask_slot(m->store, row / GK_MASK_TILE, block, m->tiles_k, flag);
+        const int word = gk_mask_word_of((int)(row % GK_MASK_TILE)) + 2 * (column % 8 / 2);
+        const uint32_t bits = (uint32_t)m->words[slot * GK_MASK_BLOCK_INTS + word];
+        return bits >> (2 * (column / 8) + column % 2) & 1;
+    }
+    if (m->store != GK_MASK_RANGES) return !gk_mask_hides(m->source + 4 * key, row);
+    const int32_t *r = m->source + 4 * row;
+    return (key >= r[0] && key < r[1]) || (key >= r[2] && key < r[3]);
 }
 
 #endif

@@ -44,29 +44,32 @@ extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
 /* What a call of attention may ask for. PARTIAL: a result wider than q, or one that is merged with
- * the contents of out; in the backward pass, gradients wider than q. DROPS: dropout. */
+ * the contents of out; in the backward pass, gradients wider than q. DROPS: dropout. SCORES: a mask
+ * or a bias. */
 enum {
     PARTIAL = 1,
-    DROPS = 2
+    DROPS = 2,
+    SCORES = 4
 };
 
 /* The tables of attention, best first: X(op, name, needs, allows). A table serves calls that ask
  * for all of `needs` and for nothing beyond `allows`. */
-#define FLASH_ATTN_FWD(X)                     \
-    X(fwd, partial_sm90a, PARTIAL, PARTIAL)   \
-    X(fwd, sm90a, 0, PARTIAL)                 \
-    X(fwd, sm80, 0, PARTIAL)                  \
-    X(fwd, drop_sm80, DROPS, DROPS | PARTIAL) \
-    X(fwd, simt, 0, PARTIAL)                  \
-    X(fwd, plain, 0, DROPS)                   \
-    X(fwd, partial_plain, PARTIAL, DROPS | PARTIAL)
+#define FLASH_ATTN_FWD(X)                          \
+    X(fwd, masked_sm90a, SCORES, SCORES | PARTIAL) \
+    X(fwd, partial_sm90a, PARTIAL, PARTIAL)        \
+    X(fwd, sm90a, 0, PARTIAL)                      \
+    X(fwd, sm80, 0, PARTIAL)                       \
+    X(fwd, drop_sm80, DROPS, DROPS | PARTIAL)      \
+    X(fwd, simt, 0, PARTIAL)                       \
+    X(fwd, plain, 0, DROPS | SCORES)               \
+    X(fwd, partial_plain, PARTIAL, DROPS | PARTIAL | SCORES)
 #define FLASH_ATTN_BWD(X)                   \
     X(bwd, sm90a, 0, 0)                     \
     X(bwd, wide_sm90a, 0, 0)                \
     X(bwd, sm80, 0, 0)                      \
     X(bwd, drop_sm80, DROPS, DROPS)         \
     X(bwd, simt, 0, 0)                      \
-    X(bwd, plain, 0, DROPS)                 \
+    X(bwd, plain, 0, DROPS | SCORES)        \
     X(bwd, partial_sm90a, PARTIAL, PARTIAL) \
     X(bwd, partial_sm80, PARTIAL, PARTIAL)  \
     X(bwd, partial_plain, PARTIAL, DROPS | PARTIAL)
@@ -157,7 +160,9 @@ bool gk_cuda_takes(gk_op op, int table, const void *args) {
     const gk_flash_attn_args *a = forward ? args : &g->fwd;
     const gk_dtype result = forward ? a->out.dtype : g->dq.dtype;
     const bool partial = result != a->q.dtype || (forward && gk_accumulates(a));
-    const int asked = (partial ? PARTIAL : 0) | (a->dropout_p > 0 ? DROPS : 0);
+    const bool scores = forward ? gk_scores_of(a) != NULL : gk_scores_of_bwd(g) != NULL;
+    const int asked =
+        (partial ? PARTIAL : 0) | (a->dropout_p > 0 ? DROPS : 0) | (scores ? SCORES : 0);
     const asks *x = forward ? &flash_attn_fwd_asks[table] : &flash_attn_bwd_asks[table];
     return (asked & x->needs) == x->needs && (asked & ~x->allows) == 0;
 }

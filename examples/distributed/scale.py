@@ -5,7 +5,7 @@
     python examples/distributed/scale.py [--out PICTURE]
 
 The table includes the assumptions. --out draws the time of one layer's attention over ranks: the
-estimate, and the measurements on two GPUs (benchmarks/results/2-x-*.csv).
+estimate, and the measurements on several GPUs (benchmarks/results/N-x-*.csv).
 """
 
 import argparse
@@ -55,13 +55,13 @@ def measured() -> list[tuple[str, int, dict[int, float]]]:
     """The measurements: (GPU, tokens, ms by number of ranks) of a layer's attention, forward and
     backward."""
     found = []
-    for path in sorted(RESULTS.glob("2-x-*.csv")):
-        saved = results.load(path)
+    for path in sorted(RESULTS.glob("[0-9]*-x-*.csv")):
+        ranks, saved = int(path.name.split("-")[0]), results.load(path)
         card = saved["device"].split("NVIDIA ")[1].split()[0]
         for row in saved["benches"]["distributed"]["rows"]:
-            if row["group"] == "cp forward+backward":
-                tokens = 2 * int(row["label"].split()[0])
-                times = {1: row["beside"]["one GPU"]["us"] / 1e3, 2: row["us"] / 1e3}
+            if row["group"] == "cp forward+backward" and "one GPU" in row["beside"]:
+                tokens = ranks * int(row["label"].split()[0])
+                times = {1: row["beside"]["one GPU"]["us"] / 1e3, ranks: row["us"] / 1e3}
                 found.append((card, tokens, times))
     return found
 

@@ -2,8 +2,8 @@
 """Context and tensor parallelism: four processes (gloo), in one group and in two groups of two at
 the same time, compared with one process.
 
-On a machine with two GPUs, the same checks run with two processes and NCCL (marker gpu2). The
-checks name no device; they create tensors on the process's default device.
+On a machine with 2, 4 or 8 GPUs, the same checks run with as many processes and NCCL (marker
+gpu2). The checks name no device; they create tensors on the process's default device.
 """
 
 import contextlib
@@ -1180,6 +1180,51 @@ def check_a_product_in_parts_is_the_whole(ranks):
     torch.testing.assert_close(got[1], want[1][inner], atol=1e-3, rtol=1e-4)
 
 
+def check_operands_that_are_fetched(ranks):
+    """A size at which gemm_reduce_scatter fetches the other ranks' operands on GPUs. Their inner
+    dimensions differ, and b's columns or rows are contiguous."""
+    from torch_gpukern.distributed import transport
+
+    size, gen, made = RANKS, generator("operands"), []
+    usual = transport.Operands
+
+    class Counted(usual):
+        def __init__(self, *given):
+            made.append(1)
+            super().__init__(*given)
+
+    ends = list(itertools.accumulate([256 + 8 * (r % 2) for r in range(size)], initial=0))
+    inner = slice(ends[ranks.rank], ends[ranks.rank + 1])
+    whole = [
+        randn(gen, *shape, dtype=torch.bfloat16) for shape in ((2050, ends[-1]), (ends[-1], 2048))
+    ]
+    weight = randn(gen, 2050, 2048, dtype=torch.bfloat16)
+    own_weight = weight.tensor_split(size)[ranks.rank]
+    leaves = [x.double().requires_grad_() for x in whole]
+    want = leaves[0] @ leaves[1]
+    grads = torch.autograd.grad(want, leaves, weight.double())
+
+    def close(got, expected):
+        off = (got.double() - expected).norm() / expected.norm()
+        assert off < 3e-3, off.item()
+
+    transport.Operands = Counted
+    try:
+        for turned in (False, True):
+            a, b = whole[0][:, inner].clone(), whole[1][inner].clone()
+            b = (b.t().contiguous().t() if turned else b).requires_grad_()
+            a.requires_grad_()
+            out = gd.gemm_reduce_scatter(a, b)
+            close(out, want.tensor_split(size)[ranks.rank])
+            assert torch.equal(out, gd.gemm_reduce_scatter(a, b))
+            da, db = torch.autograd.grad(out, (a, b), own_weight)
+            close(da, grads[0][:, inner])
+            close(db, grads[1][inner])
+    finally:
+        transport.Operands = usual
+    assert len(made) >= 4 or not CUDA or size > 4
+
+
 def check_sums_in_mailboxes(ranks):
     """Small sums: the ranks' products are added in float32 in rank order and rounded once.
     Repeated, with other sizes, and in two graphs at the same time."""
@@ -1410,14 +1455,20 @@ def _all_checks(folder, size, cuda, seconds):
     assert not any(reports), "\n\n".join(reports)
 
 
-def test_four_processes_equal_one(tmp_path):
-    _all_checks(tmp_path, 4, False, 1800 if ALL else 240)
+@pytest.mark.parametrize(
+    "size", (4, pytest.param(8, marks=pytest.mark.skipif(not ALL, reason="slow")))
+)
+def test_several_processes_equal_one(tmp_path, size):
+    _all_checks(tmp_path, size, False, 1800 if ALL else 240)
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
-def test_two_gpus_equal_one(tmp_path):
-    _all_checks(tmp_path, 2, True, 120)
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_several_gpus_equal_one(tmp_path, size):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    _all_checks(tmp_path, size, True, 120 if size == 2 else 240)
 
 
 # ---- a rank that is gone -------------------------------------------------------------------------
@@ -1498,14 +1549,15 @@ def test_mailboxes_of_one_gpu():
     from torch_gpukern._library import ops
 
     gen = generator("mailboxes of one GPU")
-    for size in (2, 3):
-        most = 1 << 19
+    # two exchanges serve three ranks and more from 2 MiB that a rank would write in one; all blocks
+    # of all ranks must fit the GPU at a time
+    for size, most in ((2, 1 << 19), (3, 1 << 19), (4, 1 << 18)):
         boxes = [
             torch.zeros(ops.mailbox_bytes(most, size), dtype=torch.uint8, device="cuda")
             for _ in range(size)
         ]
         streams = [torch.cuda.Stream() for _ in range(size)]
-        for seed, n in enumerate((1, most, 5, 4096, 131075, 3, most - 1, 2048)):
+        for seed, n in enumerate((1, most, 5, 4096, most // 4 + 3, 3, most - 1, 2048, most - 6)):
             dtype = FLOATS[:2][seed % 2]
             xs = [torch.randn(n, generator=gen).cuda() for _ in range(size)]
             outs = [torch.full((n,), float("nan"), dtype=dtype, device="cuda") for _ in range(size)]
@@ -1866,8 +1918,7 @@ def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
 
 
 def test_which_sums_go_through_mailboxes(monkeypatch):
-    """Mailboxes serve float32 sums on GPUs in which a rank writes at most 2 MiB, between two and
-    sixteen ranks."""
+    """Mailboxes serve float32 sums of at most 2 MiB on GPUs, between two and sixteen ranks."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import mailboxes
@@ -1888,7 +1939,7 @@ def test_which_sums_go_through_mailboxes(monkeypatch):
         return mailboxes.mailboxes_for(x, SimpleNamespace(size=size, group=group)) == "found"
 
     most = mailboxes.MOST_BYTES // 4
-    assert [goes(most, 2), goes(most + 1, 2), goes(most // 3, 4), goes(most // 3 + 1, 4)] == [
+    assert [goes(most, 2), goes(most + 1, 2), goes(most, 4), goes(most + 1, 4)] == [
         True,
         False,
         True,
@@ -1900,7 +1951,7 @@ def test_which_sums_go_through_mailboxes(monkeypatch):
     assert (
         not goes(8, 2, torch.float64)
         and not goes(8, 2, device="cpu")
-        and made == [most, most // 3, 8, 8]
+        and made == [most, most, 8, 8]
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert goes(8, 2) and not goes(9, 2)  # a group's first call must not be in a capture
@@ -1928,7 +1979,7 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
         cut = mailboxes._Chunk.cut
 
         def __init__(self, *_):
-            self.free = 0
+            self.size, self.free = mailboxes.chunk_bytes(2), 0
             handle = SimpleNamespace(
                 get_buffer=lambda rank, shape, dtype, place: (rank, place, place + shape[0])
             )
@@ -2021,7 +2072,7 @@ class _Threads:
         return found
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", (2, 3, 4, 8))
 def test_copies_between_gpus_bring_rows_to_their_place(size, monkeypatch):
     from torch_gpukern.distributed import transport
 
@@ -2097,26 +2148,32 @@ def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
     moving.done()
 
 
-@pytest.mark.parametrize("size", (2, 3))
-def test_products_in_parts_are_summed_in_rank_order(size, monkeypatch):
+@pytest.mark.parametrize("size", (2, 3, 4, 8))
+@pytest.mark.parametrize("way", ("sums", "operands"))
+def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
+    """Both ways: the sums are sent in parts, or the operands are fetched. Rows and inner dimensions
+    are cut evenly and not; b has either order of strides."""
     from torch_gpukern.distributed import products
 
     how_many = {(4096, 10240): 2, (4096, 6144): 3, (4096, 57344): 3, (1, 1): 4}
     assert {shape: products._how_many(*shape) for shape in how_many} == how_many
     threads, gen = _Threads(size, monkeypatch), generator("parts", size)
     monkeypatch.setattr(products, "_overlaps", lambda *_: True)
+    monkeypatch.setattr(products, "_fetches", lambda *_: way == "operands")
     for rows, dtype in (
         (700, torch.bfloat16),
         (5, torch.float32),
         (1, torch.bfloat16),
         (513, torch.float64),
     ):
-        every = [
-            (randn(gen, rows, 24, dtype=dtype), randn(gen, 24, 40, dtype=dtype))
-            for _ in range(size)
-        ]
+        every = []
+        for rank in range(size):
+            k = 24 if rows != 513 else 24 * (rank % 3)
+            b = randn(gen, k, 40, dtype=dtype)
+            every.append((randn(gen, rows, k, dtype=dtype), b if rank % 2 else b.t().clone().t()))
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = functools.reduce(torch.add, (gk.gemm(*pair, out_dtype=wide) for pair in every))
+        inner = [products._inner(b) for _, b in every]
         cuts = [Cut(rows, size, "contiguous")]
         cuts.append(
             products._Rows(
@@ -2126,16 +2183,79 @@ def test_products_in_parts_are_summed_in_rank_order(size, monkeypatch):
         for cut in cuts:
             for found, ((start, end),) in zip(
                 threads.run(
-                    lambda ranks, e=every, c=cut: products._scattered_product(
-                        *e[ranks.rank], c, ranks
+                    lambda ranks, e=every, c=cut, i=inner: products._scattered_product(
+                        *e[ranks.rank], c, i, ranks
                     )
                 ),
                 cut.spans,
             ):
                 assert not isinstance(found, BaseException), found
+                assert found.dtype == dtype
                 torch.testing.assert_close(
                     found,
                     total[start:end].to(dtype),
                     rtol=1e-2 if dtype.itemsize == 2 else 1e-5,
-                    atol=1e-5,
+                    atol=1e-5 if dtype.itemsize > 2 else 1e-2,
                 )
+
+
+def test_operands_are_fetched_where_they_have_fewer_bytes():
+    from torch_gpukern.distributed import products
+
+    for rows, k, columns, dtype, fetches in (
+        (8192, 8192, 10240, torch.bfloat16, True),
+        (8192, 4096, 6144, torch.bfloat16, True),
+        (64, 8192, 8192, torch.bfloat16, False),  # few rows: the sums are small
+        (8192, 32768, 8192, torch.bfloat16, False),
+        (8192, 8192, 10240, torch.float32, False),
+        (8192, 4096, 10240, torch.float32, True),
+    ):
+        for size in (2, 4, 8):
+            each = [(k // size, rank % 2 == 1) for rank in range(size)]
+            like = torch.empty(0, dtype=dtype)
+            got = products._fetches(Cut(rows, size, "contiguous"), columns, like, each)
+            assert got is fetches, (rows, k, columns, dtype, size)
+
+
+@pytest.mark.parametrize("size", (2, 3, 4, 8))
+def test_gathered_rows_are_multiplied_as_they_arrive(size, monkeypatch):
+    """Every row is in one product, none that has not arrived, and the result is the whole's."""
+    from torch_gpukern.distributed import products
+
+    for rows, columns, k in (
+        (8192, 10240 // size, 8192),
+        (8192, 57344 // size, 8192),
+        (700, 96, 64),
+    ):
+        for cut in (
+            Cut(rows, size, "contiguous"),
+            products._Rows(
+                [rows - 128 * (size - 1), *[128] * (size - 1)]
+                if rows > 2000
+                else [rows, *[0] * (size - 1)]
+            ),
+        ):
+            for rank in range(size):
+                found = products._as_they_arrive(cut, rank, columns, k, 2)
+                covered = sorted((low, high) for low, high, _ in found)
+                assert covered[0][0] == 0 and covered[-1][1] == rows
+                assert all(end == start for (_, end), (start, _) in zip(covered, covered[1:]))
+                come = set()
+                for low, high, steps in found:
+                    come |= {(rank - step) % size for step in range(steps + 1)}
+                    for owner, ((start, end),) in enumerate(cut.spans):
+                        assert owner in come or end <= low or start >= high
+    threads, gen = _Threads(size, monkeypatch), generator("arrive", size)
+    monkeypatch.setattr(products, "_overlaps", lambda *_: True)
+    monkeypatch.setattr(products, "_SMS", 3)  # several waves
+    for rows, keep in ((128 * size * 3, False), (1000, True), (5, False)):
+        cut = Cut(rows, size, "contiguous")
+        a, b, bias = randn(gen, rows, 24), randn(gen, 24, 300), randn(gen, 300)
+        want = gk.gemm(a, b, bias, activation="relu")
+        for out, gathered, _ in threads.run(
+            lambda ranks, a=a, b=b, bias=bias, cut=cut, keep=keep: products._gathered_product(
+                a[slice(*cut.spans[ranks.rank][0])], b, bias, "relu", keep, cut, ranks
+            )
+        ):
+            torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-5)
+            assert torch.equal(gathered, a) if keep else not gathered.numel()

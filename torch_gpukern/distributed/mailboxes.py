@@ -17,18 +17,25 @@ from .symmetric import Symmetric, reaches_all
 
 __all__ = ["mailboxes_for"]
 
-# The most bytes that a rank writes. At 2 MiB they take 6 us, as long as what this path saves: two
-# kernels and the start of NCCL.
+# The most bytes of x. Two ranks write as many, which takes 6 us: as long as what this path saves,
+# two kernels and the start of NCCL. More ranks share the sums out and write at most 1.5 times as
+# many (csrc/cuda/collective/sum_over_ranks.cu).
 MOST_BYTES = 2 << 20
 _LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
-_CHUNK_BYTES, _MOST_CHUNKS = 64 << 20, 4
+_MOST_CHUNKS = 4
+
+
+def chunk_bytes(ranks: int) -> int:
+    """A chunk's size: 64 MiB, and from eight ranks on three of the largest mailboxes."""
+    return max(64 << 20, ranks * (16 << 20))
 
 
 class _Chunk:
     """Symmetric memory, zeroed on every rank, from which mailboxes are cut."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
-        self._symmetric, self.free = Symmetric(_CHUNK_BYTES, ranks, device), 0
+        self.size, self.free = chunk_bytes(ranks.size), 0
+        self._symmetric = Symmetric(self.size, ranks, device)
         self._symmetric.data.zero_()
         torch.cuda.synchronize(device)
         dist.barrier(ranks.group)
@@ -37,7 +44,7 @@ class _Chunk:
     def cut(self, size: int, ranks: int) -> list[Tensor] | None:
         """Each rank's next `size` bytes; None if the chunk has less."""
         at = self.free
-        if at + size > _CHUNK_BYTES:
+        if at + size > self.size:
             return None
         self.free += size
         return [
@@ -76,8 +83,9 @@ class _Mailboxes:
     def _make_room(self, size: int) -> None:
         """Makes sure that `size` bytes and half a chunk more are free. Captures cannot allocate
         chunks, so they need the reserve."""
-        free = max((_CHUNK_BYTES - chunk.free for chunk in self._chunks), default=0)
-        if free < _CHUNK_BYTES // 2 + size and len(self._chunks) < _MOST_CHUNKS:
+        free = max((chunk.size - chunk.free for chunk in self._chunks), default=0)
+        reserve = chunk_bytes(self._ranks.size) // 2
+        if free < reserve + size and len(self._chunks) < _MOST_CHUNKS:
             self._chunks.append(_Chunk(self._ranks, self._device))
 
 
@@ -96,7 +104,7 @@ def mailboxes_for(x: Tensor, ranks: Ranks) -> list[Tensor] | None:
         or not 2 <= ranks.size <= _MOST_RANKS
     ):
         return None
-    if x.numel() * x.element_size() * (ranks.size - 1) > MOST_BYTES:
+    if x.numel() * x.element_size() > MOST_BYTES:
         return None
     name, group = ranks.group.group_name, ranks.group
     if name not in _known or _known[name][0] is not group:  # another group may reuse the name

@@ -32,9 +32,12 @@ class _Rows(Cut):
         self.length, self.size, self.layout, self._segments = ends[-1], len(rows), "contiguous", {}
 
 
-def _rows_of_all(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
-    mine = torch.tensor([rows], dtype=torch.int64, device=like.device)
-    return _Rows([int(n) for n in torch.cat(transport.all_of(mine, ranks)).tolist()])
+def _numbers_of_all(mine: list[int], like: Tensor, ranks: Ranks) -> list[list[int]]:
+    """Every rank's numbers. Ranks that do not compare calls are taken to have the same ones."""
+    if not checked(like.device):
+        return [mine] * ranks.size
+    sent = torch.tensor(mine, dtype=torch.int64, device=like.device)
+    return torch.stack(transport.all_of(sent, ranks)).tolist()
 
 
 def _cut_evenly(rows: int, size: int) -> Cut:
@@ -80,15 +83,22 @@ def _refuse_as_gemm(
 _not_refused: set[tuple] = set()
 
 
-def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> None:
-    """Checks that all ranks' products have the same shape and dtype."""
+def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> list[int]:
+    """Checks that all ranks' products have the same shape and dtype. Returns each rank's `_inner`
+    number."""
 
     def describe() -> dict:
         same = _describe(what, a, b, rows=True, columns=True)
         _refuse_as_gemm(what, a, b)
         return same
 
-    agree(ranks, what, a.device, describe)
+    return agree(ranks, what, a.device, describe, _inner(b) if b.dim() == 2 else 0)
+
+
+def _inner(b: Tensor) -> int:
+    """b [k, N] as one number for the other ranks: 2 k, and 1 more if its columns are
+    contiguous."""
+    return 2 * b.shape[0] + (b.stride(0) == 1 != b.stride(1))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -170,15 +180,70 @@ def _gathered_product(a, b, bias, activation, keep, cut, ranks):
         out, preact = ops.gemm_fwd(moving.whole[0], b, bias, activation=activation)
         return out, moving.whole[0] if keep else a.new_empty((0, a.shape[1])), preact
     out = a.new_empty((cut.length, b.shape[1]))
-    # this rank's rows first, while the others' arrive
     ((start, end),) = cut.spans[ranks.rank]
-    _into(out[start:end], a, b, bias, activation=activation)
-    moving.done()
-    (gathered,) = moving.whole
-    for rows in (slice(0, start), slice(end, cut.length)):
-        if rows.start < rows.stop:
-            _into(out[rows], gathered[rows], b, bias, activation=activation)
+    if not moving.by_copies:  # the others' rows come all at a time
+        _into(out[start:end], a, b, bias, activation=activation)
+        moving.done()
+        (gathered,) = moving.whole
+        for rows in (slice(0, start), slice(end, cut.length)):
+            if rows.start < rows.stop:
+                _into(out[rows], gathered[rows], b, bias, activation=activation)
+    else:
+        (gathered,) = moving.whole
+        for low, high, steps in _as_they_arrive(
+            cut, ranks.rank, b.shape[1], a.shape[1], a.element_size()
+        ):
+            moving.wait_for(steps)
+            own = start <= low and high <= end
+            rows = a[low - start : high - start] if own else gathered[low:high]
+            _into(out[low:high], rows, b, bias, activation=activation)
+        moving.done()
     return out, gathered if keep else a.new_empty((0, a.shape[1])), a.new_empty(0)
+
+
+def _as_they_arrive(
+    cut: Cut, rank: int, columns: int, k: int, itemsize: int
+) -> list[tuple[int, int, int]]:
+    """(first row, last row + 1, steps) of the products into which a product of gathered rows is
+    cut. Each may run once the rows of the `steps` ranks before this one have arrived.
+
+    Rows arrive in descending order: those of the ranks before this one, down to rank 0, then those
+    of the last rank, and so on. The first product takes this rank's own rows. Each of the next ones
+    takes the consecutive rows that have arrived when the one before it ends, by a model of the
+    speeds, and at least one wave of tiles. Two ranks have two products. With four and more, waiting
+    for all rows would leave the GPU idle where the transfer takes longer than the product of a
+    rank's own rows.
+    """
+    size, spans = cut.size, [span for (span,) in cut.spans]
+    wave_us = 2 * _SMS * _TILE_ROWS * _TILE_COLUMNS * k / _FLOPS_A_US
+
+    def waves(low: int, high: int) -> float:
+        return -(-(high - low) // _TILE_ROWS) * -(-columns // _TILE_COLUMNS) / _SMS
+
+    arrives = [0.0]
+    for step in range(1, size):
+        start, end = spans[(rank - step) % size]
+        arrives.append(arrives[-1] + (end - start) * k * itemsize / _BYTES_A_US)
+    found, now = [], 0.0
+    for first, last in ((0, 0), (1, rank), (rank + 1, size - 1)):  # steps of consecutive rows
+        step = first
+        while step <= last:
+            high, now = spans[(rank - step) % size][1], max(now, arrives[step])
+            low = spans[(rank - step) % size][0]
+            while step < last and (arrives[step + 1] <= now or waves(low, high) < 1):
+                step += 1
+                now, low = max(now, arrives[step]), spans[(rank - step) % size][0]
+            if low < high:
+                found.append((low, high, step))
+                now += (max(1, waves(low, high)) + _LAST_WAVE) * wave_us
+            step += 1
+    return found
+
+
+# Used only to choose where products are cut: the speeds of an H200 and its links, and the part of a
+# wave that the end of a product costs. Measured, K 8192 and 2560 columns: 1664, 2048, 3328, 4096 and
+# 8192 rows take 94, 140, 180, 230 and 471 us; this model says 116, 137, 213, 259 and 504.
+_FLOPS_A_US, _BYTES_A_US, _LAST_WAVE = 700e6, 366e3, 0.15
 
 
 # A product is cut to overlap with its transfer only if at least this many bytes are transferred:
@@ -242,18 +307,18 @@ def _gather_backward(
     return grads
 
 
-def _rows_by_rank(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
-    return _rows_of_all(rows, like, ranks) if checked(like.device) else _Rows([rows] * ranks.size)
-
-
 def _to_owners(x, b, rows, group):
     ranks = ranks_of(group)
-    return transport.sum_to_owners(x, _rows_by_rank(rows, x, ranks), ranks, b.dtype)
+    cut = _Rows([n for (n,) in _numbers_of_all([rows], x, ranks)])
+    return transport.sum_to_owners(x, cut, ranks, b.dtype)
 
 
 def _product_to_owners(a, b, rows, group):
     ranks = ranks_of(group)
-    return _scattered_product(a, b, _rows_by_rank(rows, a, ranks), ranks)
+    numbers = _numbers_of_all([rows, _inner(b)], a, ranks)
+    return _scattered_product(
+        a, b, _Rows([n for n, _ in numbers]), [inner for _, inner in numbers], ranks
+    )
 
 
 def _operands(needs, args, *results):
@@ -328,15 +393,55 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
 
 def _scatter_fwd(a, b, group):
     ranks = ranks_of(group)
-    _agree_about_sum(ranks, "gemm_reduce_scatter", a, b)
-    return _scattered_product(a, b, _cut_evenly(a.shape[0], ranks.size), ranks)
+    inner = _agree_about_sum(ranks, "gemm_reduce_scatter", a, b)
+    return _scattered_product(a, b, _cut_evenly(a.shape[0], ranks.size), inner, ranks)
 
 
-def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """This rank's rows of the sum over ranks of a @ b, in rank order, rounded once. A large product
-    is cut into parts, so that the transfer of one overlaps with the computation of the next."""
+def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: Ranks) -> Tensor:
+    """This rank's rows of the sum over ranks of a @ b, in a fixed order, rounded once.
+
+    A small product's sums are sent to their owners. Large ones overlap with a transfer in one of
+    two ways: the owners of rows fetch the operands (`_product_of_fetched`) if these have fewer
+    bytes than the float32 sums, otherwise the sums are sent in parts (`_product_in_parts`).
+
+    inner: each rank's `_inner` number.
+    """
     if not _overlaps(cut.length, b.shape[1], a, ranks):
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
+    operands = [(number // 2, number % 2 == 1) for number in inner]
+    if _fetches(cut, b.shape[1], a, operands):
+        room = transport.operands_room(cut.length, b.shape[1], a, operands)
+        pool = transport.pool_for(a.device, ranks, sum(room))
+        if pool is not None:
+            return _product_of_fetched(a, b, cut, operands, pool, ranks)
+    return _product_in_parts(a, b, cut, ranks)
+
+
+def _fetches(cut: Cut, columns: int, like: Tensor, operands: list[tuple[int, bool]]) -> bool:
+    """Whether the operands that a rank needs have fewer bytes than the sums that it is sent. All
+    ranks answer alike."""
+    k = sum(each for each, _ in operands)
+    fetched = k * (cut.most + columns) * like.element_size()
+    return fetched < cut.length * columns * accumulator(like).itemsize
+
+
+def _product_of_fetched(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: Ranks) -> Tensor:
+    """The product by the owners of rows. Each begins with its own k, and adds the product over
+    every other rank's k as its operands arrive: those of the rank before it first."""
+    ((first, last),) = cut.spans[ranks.rank]
+    others = transport.Operands(pool, ranks, a, b, cut, operands)
+    total = _product(a[first:last], b)
+    for step, (rows, matrix) in enumerate(others, 1):
+        dtype = a.dtype if step == ranks.size - 1 else total.dtype
+        out = torch.empty_like(total, dtype=dtype)
+        _into(out, rows, matrix, c=total)
+        total = out
+    return total
+
+
+def _product_in_parts(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
+    """The product by the ranks that have its k. The float32 sums go to the owners of rows in parts,
+    so that the transfer of one overlaps with the computation of the next. Added in rank order."""
     # The other ranks' rows first: each is sent while the next is computed. This rank's rows last.
     moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=accumulator(a)))
     ((first, last),) = cut.spans[ranks.rank]

@@ -9,7 +9,7 @@ tokens, and a `cut` (sequence.Cut) says which tokens each rank holds.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,10 @@ class Gather:
     def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
         self._cut, self._ranks = cut, ranks
         self._runs = [cut.segments(rank) for rank in range(ranks.size)]
-        self._posted: list[list] = []  # per stage: works or events to wait for
+        # per stage: works to wait for, or an event for each rank whose run is copied, in the order
+        # of the copies
+        self._posted: list[list] = []
+        self._came: dict[int, torch.cuda.Event] = {}  # by rank: the event after its last copy
         self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
         if self._pool is not None:
             self._pull_lent(xs)
@@ -121,11 +124,7 @@ class Gather:
     def _pull(self, xs: list[Tensor], room: list[int]) -> None:
         """Starts copies from the ranks' buffers, which hold their own tokens only, to the whole."""
         pool, ranks = self._pool, self._ranks
-        self._buffer = pool.take(sum(room))
-        places = _places(room, xs)
-        for place, x in zip(places, xs, strict=True):
-            _copy(pool.view(self._buffer, ranks.rank, x.shape, x.dtype, place), x)
-        pool.barrier(self._buffer)
+        self._buffer, places = _offered(pool, ranks, xs, room)
 
         def copy(source: int, at: int, start: int, end: int) -> None:
             for place, whole in zip(places, map(_bytes, self.whole), strict=True):
@@ -138,16 +137,35 @@ class Gather:
         self._copy_others(copy)
 
     def _copy_others(self, copy: Callable[[int, int, int, int], None]) -> None:
-        """Calls copy(source, at, start, end) for the other ranks' runs, stage by stage, on the
-        pool's stream, and records an event after each stage."""
+        """Calls copy(source, at, start, end) for the other ranks' runs on the pool's stream, stage
+        by stage, and records an event after each copy. In a stage, the rank before this one comes
+        first, then the one before that: no two ranks read from the same rank at a time."""
         pool, ranks = self._pool, self._ranks
         with pool.copying():
             for runs in self._stages():
+                posted = []
                 for step in range(1, ranks.size):
                     _, source = ranks.around(step)
                     if runs[source]:
                         copy(source, *runs[source])
-                self._posted.append([pool.stream.record_event()])
+                        self._came[source] = pool.stream.record_event()
+                        posted.append(self._came[source])
+                self._posted.append(posted)
+
+    @property
+    def by_copies(self) -> bool:
+        """Whether copy engines serve, so that ranks' rows arrive one after the other: those of the
+        rank before this one first, then those of the rank before that."""
+        return self._pool is not None
+
+    def wait_for(self, steps: int) -> None:
+        """Work issued later may read the rows of the `steps` ranks before this one. Only if
+        `by_copies`."""
+        for step in range(steps, 0, -1):
+            event = self._came.get(self._ranks.around(step)[1])
+            if event is not None:  # copies are made in order, so the last one stands for all
+                torch.cuda.current_stream(self.whole[0].device).wait_event(event)
+                return
 
     def wait(self, tokens: int | None = None) -> list[Tensor]:
         """Returns the whole. Work issued later may read its first `tokens` tokens (None: all)."""
@@ -160,12 +178,11 @@ class Gather:
         ]
         wanted = len(self._posted) if tokens is None else max(stages, default=-1) + 1
         for posted in self._posted[:wanted]:
-            if self._pool is not None:
-                for event in posted:
-                    torch.cuda.current_stream(self.whole[0].device).wait_event(event)
-            else:
+            if self._pool is None:
                 for work in posted:
                     work.wait()
+            elif posted:  # copies are made in order, so the last one stands for all
+                torch.cuda.current_stream(self.whole[0].device).wait_event(posted[-1])
             posted.clear()
         return self.whole
 
@@ -209,6 +226,27 @@ def _room(xs: Sequence[Tensor], tokens: int) -> list[int]:
 def _places(room: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
     """The offset of each tensor in a buffer, in its elements."""
     return [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
+
+
+def _offered(
+    pool, ranks: Ranks, xs: Sequence[Tensor], room: Sequence[int], unread: tuple[int, int] = (0, 0)
+):
+    """A buffer of the pool with this rank's xs in it, and the offset of each in elements. Work that
+    is issued later on the current stream, or on the pool's stream inside `copying`, may read what
+    the other ranks have put into theirs.
+
+    room: the padded bytes of each tensor, the same on all ranks.
+    unread: rows [start, end) of the first tensor that no other rank reads; they are not copied.
+    """
+    buffer, places = pool.take(sum(room)), _places(room, xs)
+    for i, (place, x) in enumerate(zip(places, xs, strict=True)):
+        mine = pool.view(buffer, ranks.rank, x.shape, x.dtype, place)
+        start, end = unread if i == 0 else (0, 0)
+        for rows in (slice(0, start), slice(end, None)):
+            if mine[rows].numel():
+                _copy(mine[rows], x[rows])
+    pool.barrier(buffer)
+    return buffer, places
 
 
 def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
@@ -395,6 +433,54 @@ class ToOwners:
         return totals
 
 
+class Operands:
+    """The operands of a product whose inner dimension is cut over ranks, on their way to the owners
+    of its rows.
+
+    A rank has a [M, its k] and b [its k, N]. It gets, from each other rank, its own rows of that
+    rank's a, and all of that rank's b: the rank before this one first, then the one before that.
+
+    cut: which rows each rank owns.
+    inner: by rank, its number k, and whether b's columns are contiguous in place of its rows.
+    """
+
+    def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: Sequence[tuple]):
+        self._pool, self._like = pool, a
+        columns, room = b.shape[1], operands_room(cut.length, b.shape[1], a, inner)
+        ((first, last),) = cut.spans[ranks.rank]
+        self._buffer, places = _offered(
+            pool, ranks, (a, b.t() if inner[ranks.rank][1] else b), room, unread=(first, last)
+        )
+        sources = [ranks.around(step)[1] for step in range(1, ranks.size)]
+        self._came = []
+        for k, by_columns in (inner[source] for source in sources):
+            matrix = b.new_empty((columns, k) if by_columns else (k, columns))
+            self._came.append((a.new_empty((last - first, k)), matrix))
+        self._turned = [inner[source][1] for source in sources]
+        self._events = []
+        with pool.copying():
+            for source, pair in zip(sources, self._came, strict=True):
+                for x, place in zip(pair, (places[0] + first * inner[source][0], places[1])):
+                    if x.numel():
+                        x.copy_(pool.view(self._buffer, source, x.shape, x.dtype, place))
+                self._events.append(pool.stream.record_event())
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (a's rows, b) of each other rank. Work issued later may read them."""
+        for (rows, matrix), turned, event in zip(
+            self._came, self._turned, self._events, strict=True
+        ):
+            torch.cuda.current_stream(self._like.device).wait_event(event)
+            yield rows, matrix.t() if turned else matrix
+        self._pool.release(self._buffer)
+
+
+def operands_room(rows: int, columns: int, like: Tensor, inner: Sequence[tuple]) -> list[int]:
+    """The padded bytes of a [rows, k] and b [k, columns] of the rank with the largest k."""
+    most = max(k for k, _ in inner)
+    return [_padded(n * most * like.element_size()) for n in (rows, columns)]
+
+
 def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
     """This rank's tokens [its tokens, ...] of the sum over ranks of x [S, ...], float32 or wider.
     Summed in rank order, rounded once to dtype (None: x's).
@@ -424,17 +510,22 @@ def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of x over ranks, on every rank. Summed in rank order, rounded once to dtype (None:
     x's)."""
+    dtype = dtype or x.dtype
+    found = _sum_in_mailboxes(x, ranks, dtype)
+    return rounded_sum(all_of(x, ranks), dtype) if found is None else found
+
+
+def _sum_in_mailboxes(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
+    """The same by one kernel; None where mailboxes do not serve."""
     mailboxes = mailboxes_for(x, ranks)
-    if mailboxes is not None:
-        out = x.new_empty(x.shape, dtype=dtype or x.dtype)
-        whole = (
-            x.contiguous()
-            if x.data_ptr() % 16 == 0
-            else x.clone(memory_format=torch.contiguous_format)
-        )
-        ops.sum_over_ranks(whole, out, mailboxes, ranks.rank, ranks.timeout_s)
-        return out
-    return rounded_sum(all_of(x, ranks), dtype or x.dtype)
+    if mailboxes is None:
+        return None
+    out = x.new_empty(x.shape, dtype=dtype)
+    whole = (
+        x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )
+    ops.sum_over_ranks(whole, out, mailboxes, ranks.rank, ranks.timeout_s)
+    return out
 
 
 # Up to this many bytes over all ranks, each rank sends its whole x to all: one exchange. Above,
@@ -448,8 +539,11 @@ def reduced(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
 
     cut: which rank sums which rows, if x is large.
     """
+    found = _sum_in_mailboxes(x, ranks, dtype)
+    if found is not None:
+        return found
     if x.numel() * x.element_size() * ranks.size <= ONE_EXCHANGE_BYTES:
-        return sum_of_all(x, ranks, dtype)
+        return rounded_sum(all_of(x, ranks), dtype)
     return gather_tokens(sum_to_owners(x, cut, ranks, dtype), cut, ranks)
 
 

@@ -1,11 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sum_over_ranks: out = sum of the ranks' x, added in float32 in the ranks' order and rounded
- * once, so that every rank gets the same bits. One kernel with one exchange:
+ * once, so that every rank gets the same bits. There are two forms, each one kernel.
  *
+ * With one exchange, of n (W - 1) floats that a rank writes:
  *   each block    writes its part of x into its rank's place in every other rank's mailbox
  *                 sets its flag in those mailboxes
  *                 waits for the flags of the same block of all ranks
  *                 adds the parts that its own mailbox holds
+ *
+ * With two exchanges, of n (W - 1) / W floats and as many results. A rank owns 1 / W of the
+ * elements:
+ *   each block    writes its part of each other owner's share into that owner's mailbox
+ *                 sets its flag, waits for the others' flags, and adds its part of its own share
+ *                 writes these results behind its place in every other rank's mailbox
+ *                 sets its flag, waits for the others' flags, and copies their results
  *
  * x [n] float32, out [n] float32, bfloat16 or float16, dense, aligned to 16 bytes.
  * csrc/core/mailbox.h gives the layout of a mailbox.
@@ -16,7 +24,8 @@
  * one exchange is enough. All blocks wait for each other, so the grid is limited to what runs at
  * once, even beside a few other kernels.
  *
- * Bound by latency: two passes over NVLink, data and flag. At 2 MB it is bound by bytes. */
+ * Bound by latency: two passes over NVLink an exchange, data and flag. From about 2 MB on it is
+ * bound by bytes. */
 #include "../../core/mailbox.h"
 #include "../host/launch.cuh"
 #include "../ptx/flag_sys.cuh"
@@ -41,11 +50,13 @@ __device__ __forceinline__ unsigned *flag_of(char *mailbox, int rank, unsigned b
     return (unsigned *)(mailbox + GK_MAILBOX_FLAGS) + rank * GK_MAILBOX_BLOCKS + block;
 }
 
-/* Waits until the flag says that call `number` has written. Numbers wrap around. */
+/* Waits until the flag has the value `number`, or one of the next three: the other rank may
+ * already be in its next call, but not further. The comparison is not "less than", because values
+ * wrap around and a block that took no part in the last calls has an old flag. */
 __device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number,
                                          uint64_t timeout_ns) {
     uint64_t begin = 0;
-    for (unsigned polls = 0; (int)(ld_acquire_sys(flag_g) - number) < 0; ++polls) {
+    for (unsigned polls = 0; ld_acquire_sys(flag_g) - number > 3; ++polls) {
         if (polls % 256 != 255) continue;
         const uint64_t now = mov_globaltimer();
         if (begin == 0) begin = now;
@@ -60,15 +71,15 @@ __device__ __forceinline__ float4 load4(const float *x_g, int64_t at, int64_t n)
     return make_float4(x_g[at], at + 1 < n ? x_g[at + 1] : 0, at + 2 < n ? x_g[at + 2] : 0, 0);
 }
 
+/* Four results, which are loaded and stored together. */
+template <class T> struct __align__(4 * sizeof(T)) Four {
+    T v[4];
+};
+
 template <class T>
-__device__ __forceinline__ void store4(T *out_g, int64_t at, int64_t n, const float (&sum)[4]) {
-    struct __align__(4 * sizeof(T)) Four {
-        T v[4];
-    } four;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) four.v[i] = from_acc<T>(sum[i]);
+__device__ __forceinline__ void store4(T *out_g, int64_t at, int64_t n, const Four<T> &four) {
     if (at + 4 <= n) {
-        *(Four *)(out_g + at) = four;
+        *(Four<T> *)(out_g + at) = four;
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -76,9 +87,61 @@ __device__ __forceinline__ void store4(T *out_g, int64_t at, int64_t n, const fl
     }
 }
 
+/* The sum over ranks, in their order, of the elements of x from `at` on. Those of the other ranks
+ * begin at place_g + r * part. */
+template <class T>
+__device__ __forceinline__ Four<T> sum4(const Params &p, const float *place_g, int64_t at) {
+    float sum[4];
+    for (int r = 0; r < p.ranks; ++r) {
+        const float4 v =
+            r == p.rank ? load4(p.x, at, p.n) : __ldcg((const float4 *)(place_g + r * p.part));
+        const float of_rank[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] = r == 0 ? of_rank[e] : sum[e] + of_rank[e];
+    }
+    Four<T> four;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) four.v[e] = from_acc<T>(sum[e]);
+    return four;
+}
+
+/* Loads past L1, whose lines may be older than the exchange. */
+template <class T> __device__ __forceinline__ Four<T> load_fresh(const Four<T> *four_g) {
+    Four<T> four;
+    if constexpr (sizeof(four) == sizeof(uint4))
+        *(uint4 *)&four = __ldcg((const uint4 *)four_g);
+    else
+        *(uint2 *)&four = __ldcg((const uint2 *)four_g);
+    return four;
+}
+
+/* Sets this block's flag in every other rank's mailbox once the block has written, and waits until
+ * the same block of every other rank has set its own. */
+__device__ __forceinline__ void exchange_flags(const Params &p, unsigned value) {
+    __syncthreads();
+    const int other = (int)threadIdx.x;
+    if (other < p.ranks && other != p.rank) {
+        st_release_sys(flag_of(p.mailboxes[other], p.rank, blockIdx.x), value);
+        wait_for(flag_of(p.mailboxes[p.rank], other, blockIdx.x), value, p.timeout_ns);
+    }
+    __syncthreads();
+}
+
+/* The call has ended once all blocks have read its number. */
+__device__ __forceinline__ void end_call(unsigned *calls, unsigned number) {
+    unsigned *const done = calls + 1;
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
+        *done = 0;
+        *calls = number;
+    }
+}
+
+/* Call `number` sets flags to 2 number after its first exchange, to 2 number + 1 after its
+ * second. */
 template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_kernel(Params p) {
     char *const own = p.mailboxes[p.rank];
-    unsigned *const calls = (unsigned *)own, *const done = calls + 1;
+    unsigned *const calls = (unsigned *)own;
     const unsigned number = *(volatile unsigned *)calls + 1;
     const int64_t half = GK_MAILBOX_HEADER / 4 + (number & 1) * p.ranks * p.part; /* in floats */
     const int64_t fours = (p.n + 3) / 4, each = (fours + gridDim.x - 1) / gridDim.x;
@@ -90,29 +153,68 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_ker
             *(float4 *)((float *)p.mailboxes[to] + half + p.rank * p.part + 4 * i) = v;
         }
     }
-    __syncthreads();
-    if ((int)threadIdx.x < p.ranks && (int)threadIdx.x != p.rank) {
-        st_release_sys(flag_of(p.mailboxes[threadIdx.x], p.rank, blockIdx.x), number);
-        wait_for(flag_of(own, (int)threadIdx.x, blockIdx.x), number, p.timeout_ns);
-    }
-    __syncthreads();
+    exchange_flags(p, 2 * number);
+    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS)
+        store4((T *)p.out, 4 * i, p.n, sum4<T>(p, (float *)own + half + 4 * i, 4 * i));
+    end_call(calls, number);
+}
+
+/* Rank q owns the groups of four elements [q share, (q + 1) share). A place in a mailbox holds a
+ * rank's part of the owner's share, and behind it that rank's results. */
+template <class T> __global__ void __launch_bounds__(THREADS) sum_by_owners_kernel(Params p) {
+    char *const own = p.mailboxes[p.rank];
+    unsigned *const calls = (unsigned *)own;
+    const unsigned number = *(volatile unsigned *)calls + 1;
+    const int64_t half = GK_MAILBOX_HEADER / 4 + (number & 1) * p.ranks * p.part; /* in floats */
+    const int64_t fours = (p.n + 3) / 4, share = (fours + p.ranks - 1) / p.ranks;
+    const int64_t each = (share + gridDim.x - 1) / gridDim.x;
+    const int64_t begin = blockIdx.x * each, end = begin + each < share ? begin + each : share;
     for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
-        float sum[4];
-        for (int r = 0; r < p.ranks; ++r) {
-            const float4 v =
-                r == p.rank ? load4(p.x, 4 * i, p.n)
-                            : __ldcg((const float4 *)((float *)own + half + r * p.part + 4 * i));
-            const float of_rank[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int e = 0; e < 4; ++e) sum[e] = r == 0 ? of_rank[e] : sum[e] + of_rank[e];
+        for (int step = 1; step < p.ranks; ++step) {
+            const int to = (p.rank + step) % p.ranks;
+            const int64_t at = to * share + i;
+            if (at < fours)
+                *(float4 *)((float *)p.mailboxes[to] + half + p.rank * p.part + 4 * i) =
+                    load4(p.x, 4 * at, p.n);
         }
-        store4((T *)p.out, 4 * i, p.n, sum);
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
-        *done = 0;
-        *calls = number;
-    } /* all blocks have read the number */
+    exchange_flags(p, 2 * number);
+    const int64_t mine = half + p.rank * p.part + 4 * share; /* my results in a mailbox */
+    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
+        const int64_t at = p.rank * share + i;
+        if (at >= fours) break;
+        const Four<T> sum = sum4<T>(p, (float *)own + half + 4 * i, 4 * at);
+        store4((T *)p.out, 4 * at, p.n, sum);
+        for (int step = 1; step < p.ranks; ++step) {
+            const int to = (p.rank + step) % p.ranks;
+            *((Four<T> *)((float *)p.mailboxes[to] + mine) + i) = sum;
+        }
+    }
+    exchange_flags(p, 2 * number + 1);
+    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
+        for (int step = 1; step < p.ranks; ++step) {
+            const int from = (p.rank + step) % p.ranks;
+            const int64_t at = from * share + i;
+            if (at < fours) {
+                const Four<T> *const four_g =
+                    (const Four<T> *)((float *)own + half + from * p.part + 4 * share) + i;
+                store4((T *)p.out, 4 * at, p.n, load_fresh(four_g));
+            }
+        }
+    }
+    end_call(calls, number);
+}
+
+/* A second exchange costs about 3.5 us: it pays once the first form writes this much. */
+constexpr int64_t ONE_EXCHANGE_BYTES = 2 << 20;
+
+template <class T> gk_status launch_sum(const char *name, const gk_context *ctx, const Params &p) {
+    const bool by_owners = p.ranks > 2 && 4 * p.n * (p.ranks - 1) > ONE_EXCHANGE_BYTES;
+    const int64_t elements = by_owners ? gk_ceil_div(p.n, p.ranks) : p.n;
+    const unsigned blocks =
+        (unsigned)gk_min_i64(gk_ceil_div(elements, 4 * THREADS), GK_MAILBOX_BLOCKS);
+    if (by_owners) return launch<sum_by_owners_kernel<T>>(name, ctx, blocks, THREADS, 0, p);
+    return launch<sum_over_ranks_kernel<T>>(name, ctx, blocks, THREADS, 0, p);
 }
 
 } // namespace
@@ -125,14 +227,13 @@ gk_status gk_cuda_sum_over_ranks(const gk_context *ctx, const gk_sum_over_ranks_
     for (int r = 0; r < s->num_ranks; ++r) p.mailboxes[r] = (char *)s->mailboxes[r];
     p.rank = s->rank;
     p.ranks = s->num_ranks;
-    p.timeout_ns = (uint64_t)(s->timeout_s * 1e9);
-    const unsigned blocks = (unsigned)gk_min_i64(gk_ceil_div(p.n, 4 * THREADS), GK_MAILBOX_BLOCKS);
+    /* From 584 years on, a call waits for ever. */
+    p.timeout_ns = s->timeout_s < 1.8e10 ? (uint64_t)(s->timeout_s * 1e9) : UINT64_MAX;
     const char *const name = "gk_sum_over_ranks";
     switch (s->out.dtype) {
-    case GK_BF16:
-        return launch<sum_over_ranks_kernel<__nv_bfloat16>>(name, ctx, blocks, THREADS, 0, p);
-    case GK_F16: return launch<sum_over_ranks_kernel<__half>>(name, ctx, blocks, THREADS, 0, p);
-    case GK_F32: return launch<sum_over_ranks_kernel<float>>(name, ctx, blocks, THREADS, 0, p);
+    case GK_BF16: return launch_sum<__nv_bfloat16>(name, ctx, p);
+    case GK_F16: return launch_sum<__half>(name, ctx, p);
+    case GK_F32: return launch_sum<float>(name, ctx, p);
     default: return gk_no_case(name, s->out.dtype);
     }
 }

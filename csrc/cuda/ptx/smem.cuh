@@ -52,8 +52,12 @@ static __device__ __forceinline__ float ld_shared_f32(smem_addr at_s) {
     return x;
 }
 
-// st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread. The address is a multiple of the
+// st.shared.{u8, u16, u32, v2.u32, v4.u32}, sm_20. Any thread. The address is a multiple of the
 // width. Other threads see it after the next barrier.
+static __device__ __forceinline__ void st_shared_8(smem_addr at_s, uint8_t x) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(at_s), "r"((unsigned)x) : "memory");
+}
+
 static __device__ __forceinline__ void st_shared_16(smem_addr at_s, uint16_t x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at_s), "h"(x) : "memory");
 }

@@ -18,11 +18,21 @@
 
 #include "bwd.cuh"
 #include "../drop.cuh"
+#include "../scores.cuh"
 #include "../tiles.h"
+#include "../../ptx/opaque.cuh"
 
 namespace {
 
 constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, COLUMNS = 256, PER_LANE = COLUMNS / 32;
+
+struct BwdPlain : Dropping<Bwd> {
+    Scores scores;
+    /* contiguous, of the shapes of what they are gradients of; NULL = not wanted */
+    void *dbias, *ddistance;
+    int bias_shape[4];
+    int distance_heads;
+};
 
 /* A row of q or k, and the row of grad_out or v that belongs to it. All lanes read the same
  * element, so there are no bank conflicts. */
@@ -83,10 +93,21 @@ __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     take(head, b, i, s);
 }
 
+/* The same of a pair that a mask does not hide and whose biases add up to `bias`. Returns the
+ * gradient of the score after the softcap. */
+template <class W>
+__device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk, W dp, W lse,
+                                             W delta, int i, int j, W *weight, W *derivative) {
+    *weight = exp(score_fine(x, qk, i, j, derivative) + bias - lse);
+    return *weight * (dp - delta);
+}
+
 /* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
-template <class T, class Grad>
-__global__ void __launch_bounds__(WARPS_PLAIN * 32)
-    bwd_plain_dq_kernel(const __grid_constant__ Dropping<Bwd> g) {
+/* SCORES: the call has a mask or a bias. It is a kernel of its own, so that calls without pay
+ * nothing. */
+template <class T, class Grad, bool SCORES>
+__global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
+    bwd_plain_dq_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
@@ -113,17 +134,37 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
             for (int j0 = lo; j0 < hi; j0 += 32) {
                 const int j = j0 + lane, n = min(hi - j0, 32);
                 W ds = 0, weight = 0;
-                if (lane < n) {
+                bool visible = lane < n;
+                unsigned keys = ~0u;
+                W bias = 0;
+                if constexpr (SCORES) {
+                    /* made anew: held over the loop, float64 would spill */
+                    uint32_t head_now = (uint32_t)head;
+                    opaque(head_now);
+                    const HeadScores<W> scores = head_scores<W>(g.scores, b, (int)head_now);
+                    visible = visible && scores.add(i, j, &bias);
+                    keys = __ballot_sync(0xffffffffu, visible);
+                }
+                if (visible) {
                     const W qk = dot_eighths(rows_s[warp].left, k + j * p.k.row, p.head_dim);
                     const W keep = drop_of<W>(g.drop, drop_row0(p, b, head, s.q0 + i), j);
                     const W dp =
                         keep * dot_eighths(rows_s[warp].right, v + j * p.v.row, p.head_dim_v);
-                    ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
+                    if constexpr (SCORES) {
+                        W derivative;
+                        ds = biased_gradient(score, bias, qk, dp, lse, delta, i, j, &weight,
+                                             &derivative) *
+                             derivative;
+                    } else {
+                        ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
+                    }
                 }
 #pragma unroll 1
-                for (int c = 0; c < n; ++c)
-                    add_scaled(sum, __shfl_sync(0xffffffffu, ds, c), k + (j0 + c) * p.k.row,
-                               p.head_dim, lane);
+                for (int c = 0; c < n; ++c) {
+                    const W ds_c = __shfl_sync(0xffffffffu, ds, c);
+                    if (SCORES && !(keys >> c & 1)) continue; /* a hidden key may hold anything */
+                    add_scaled(sum, ds_c, k + (j0 + c) * p.k.row, p.head_dim, lane);
+                }
             }
         }
         store_row((Grad *)g.dq.data + b * g.dq.batch + head * g.dq.head + (s.q0 + i) * g.dq.row,
@@ -132,9 +173,9 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
 }
 
 /* ---- 2. dk, dv: a warp for each key ---------------------------------------------------------- */
-template <class T, class Grad>
+template <class T, class Grad, bool SCORES>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
-    bwd_plain_dkv_kernel(const __grid_constant__ Dropping<Bwd> g) {
+    bwd_plain_dkv_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
@@ -153,6 +194,8 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
             __syncwarp(); /* the key is visible to all lanes */
             for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
                 const WideScore<W> score = score_of<W>(p, s, b, head);
+                HeadScores<W> scores;
+                if constexpr (SCORES) scores = head_scores<W>(g.scores, b, head);
                 const int64_t at = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
                 const W *stats = (const W *)g.stats + at * g.tile_rows * 2;
                 const T *q = (const T *)p.q.data + b * p.q.batch + head * p.q.head + s.q0 * p.q.row;
@@ -165,6 +208,8 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                     if (lane < n) {
                         const W lse = stats[(int64_t)i * 2], delta = stats[(int64_t)i * 2 + 1];
                         counts = lse != INFINITY;
+                        W bias = 0;
+                        if constexpr (SCORES) counts = counts && scores.add(i, j, &bias);
                         if (counts) {
                             const W qk =
                                 dot_eighths(rows_s[warp].left, q + i * p.q.row, p.head_dim);
@@ -172,7 +217,14 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                             const W dp =
                                 keep * dot_eighths(rows_s[warp].right,
                                                    grad_out + i * g.grad_out.row, p.head_dim_v);
-                            ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
+                            if constexpr (SCORES) {
+                                W derivative;
+                                ds = biased_gradient(score, bias, qk, dp, lse, delta, i, j, &weight,
+                                                     &derivative) *
+                                     derivative;
+                            } else {
+                                ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
+                            }
                             weight *= keep;
                         }
                     }
@@ -196,7 +248,111 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     });
 }
 
-/* ---- 3. launch ------------------------------------------------------------------------------- */
+/* ---- 3. gradients of biases ------------------------------------------------------------------ */
+/* One thread an element: it computes the element's pairs once more and sums them in double. */
+constexpr int BIAS_THREADS = 128;
+
+template <class T, class W> __device__ __forceinline__ W dot_rows(const T *a, const T *b, int n) {
+    W part[8] = {};
+#pragma unroll 1
+    for (int d = 0; d < n; d += 8)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) part[e] = fma(to_acc(a[d + e]), to_acc(b[d + e]), part[e]);
+    return ((part[0] + part[1]) + (part[2] + part[3])) +
+           ((part[4] + part[5]) + (part[6] + part[7]));
+}
+
+/* The gradient of the score of row i and key j; 0 where the pair is hidden. */
+template <class T, class W>
+__device__ __forceinline__ W score_gradient(const BwdPlain &g, const Sequence &s,
+                                            const WideScore<W> &score, const HeadScores<W> &scores,
+                                            int b, int head, int i, int j) {
+    const Problem &p = g.p;
+    W bias = 0;
+    if (j < s.span.lo(i) || j >= s.span.hi(i) || !scores.add(i, j, &bias)) return 0;
+    const W *stat = (const W *)g.stats +
+                    (((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows + i) * 2;
+    if (stat[0] == (W)INFINITY) return 0;
+    const int kv_head = head / p.group;
+    const W qk = dot_rows<T, W>((const T *)p.q.data + p.q.at(b, head, i),
+                                (const T *)p.k.data + p.k.at(b, kv_head, j), p.head_dim);
+    const W keep = drop_of<W>(g.drop, drop_row0(p, b, head, i), j);
+    const W dp = keep * dot_rows<T, W>((const T *)g.grad_out.data + g.grad_out.at(b, head, i),
+                                       (const T *)p.v.data + p.v.at(b, kv_head, j), p.head_dim_v);
+    W weight, derivative;
+    return biased_gradient(score, bias, qk, dp, stat[0], stat[1], i, j, &weight, &derivative);
+}
+
+__device__ __forceinline__ void store_bias(void *to, gk_dtype dtype, int64_t at, double value) {
+    switch (dtype) {
+    case GK_F32: ((float *)to)[at] = (float)value; break;
+    case GK_F64: ((double *)to)[at] = value; break;
+    case GK_F16: ((__half *)to)[at] = from_acc<__half>((float)value); break;
+    default: ((__nv_bfloat16 *)to)[at] = from_acc<__nv_bfloat16>((float)value);
+    }
+}
+
+template <class T>
+__global__ void __launch_bounds__(BIAS_THREADS, 4)
+    bwd_plain_dbias_kernel(const __grid_constant__ BwdPlain g) {
+    typedef typename element<T>::acc W;
+    /* grid: blocks of columns times rows, heads, sequences; all of the bias, which may broadcast */
+    const int *shape = g.bias_shape;
+    const int column_blocks = (shape[3] + BIAS_THREADS - 1) / BIAS_THREADS;
+    const int row = (int)blockIdx.x / column_blocks;
+    const int col = ((int)blockIdx.x - row * column_blocks) * BIAS_THREADS + (int)threadIdx.x;
+    if (col >= shape[3]) return;
+    const int place[4] = {(int)blockIdx.z, (int)blockIdx.y, row, col};
+    const int all[4] = {g.p.batch, g.p.heads_q, g.p.seq_q, g.p.seq_k};
+    int from[4], end[4]; /* the pairs that the element is added to */
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+        from[d] = shape[d] == 1 ? 0 : place[d];
+        end[d] = shape[d] == 1 ? all[d] : place[d] + 1;
+    }
+    double sum = 0;
+    for (int b = from[0]; b < end[0]; ++b) {
+        const Sequence s = sequence_of(g.p, b);
+        for (int head = from[1]; head < end[1]; ++head) {
+            const WideScore<W> score = score_of<W>(g.p, s, b, head);
+            const HeadScores<W> scores = head_scores<W>(g.scores, b, head);
+            for (int i = from[2]; i < end[2]; ++i)
+                for (int j = from[3]; j < end[3]; ++j)
+                    sum += score_gradient<T, W>(g, s, score, scores, b, head, i, j);
+        }
+    }
+    const int64_t at =
+        (((int64_t)place[0] * shape[1] + place[1]) * shape[2] + place[2]) * shape[3] + place[3];
+    store_bias(g.dbias, g.scores.bias_dtype, at, sum);
+}
+
+template <class T>
+__global__ void __launch_bounds__(BIAS_THREADS)
+    bwd_plain_ddistance_kernel(const __grid_constant__ BwdPlain g) {
+    typedef typename element<T>::acc W;
+    const int distances = g.p.seq_q + g.p.seq_k - 1;
+    const int at = (int)blockIdx.x * BIAS_THREADS + (int)threadIdx.x; /* grid.y: heads */
+    if (at >= distances) return;
+    const int own = (int)blockIdx.y, ahead = at - (g.p.seq_q - 1); /* key - query */
+    const int end = g.distance_heads == 1 ? g.p.heads_q : own + 1;
+    double sum = 0;
+    for (int b = 0; b < g.p.batch; ++b) {
+        const Sequence s = sequence_of(g.p, b);
+        for (int head = own; head < end; ++head) {
+            const WideScore<W> score = score_of<W>(g.p, s, b, head);
+            const HeadScores<W> scores = head_scores<W>(g.scores, b, head);
+            for (int i = max(0, -ahead); i < min(g.p.seq_q, g.p.seq_k - ahead); ++i)
+                sum += score_gradient<T, W>(g, s, score, scores, b, head, i, i + ahead);
+        }
+    }
+    store_bias(g.ddistance, sizeof(W) == 8 ? GK_F64 : GK_F32, (int64_t)own * distances + at, sum);
+}
+
+/* ---- 4. launch ------------------------------------------------------------------------------- */
+template <bool VALUE> struct Bool {
+    static constexpr bool value = VALUE;
+};
+
 int64_t blocks_of(int64_t rows, int heads) { return gk_ceil_div(rows * heads, WARPS_PLAIN); }
 
 template <class T>
@@ -211,22 +367,57 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
 
 template <class T, class Grad = T>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    Dropping<Bwd> g;
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    BwdPlain g = {};
     (Bwd &)g = gk_own<Bwd>(plan);
-    g.drop = dropout_of(&((const gk_flash_attn_bwd_args *)args)->fwd);
+    g.drop = dropout_of(&a->fwd);
+    const gk_attn_scores *scores = gk_scores_of_bwd(a);
+    g.scores = scores_of(scores, g.p.seq_q, g.p.seq_k);
+    const gk_tensor *dbias = gk_dbias_of(a), *ddistance = gk_ddistance_of(a);
+    if (dbias) g.dbias = dbias->data;
+    if (ddistance) {
+        g.ddistance = ddistance->data;
+        g.distance_heads = (int)ddistance->shape[0];
+    }
+    for (int d = 0; dbias && d < 4; ++d) g.bias_shape[d] = (int)dbias->shape[d];
     g.stats = workspace;
     gk_status status = bwd_pre(ctx, element<T>::dtype, g, element<Grad>::dtype);
     const Problem &p = g.p;
     const int64_t rows_q = p.cu_q ? p.total_q : (int64_t)p.batch * p.seq_q;
     const int64_t rows_k = p.cu_q ? p.total_k : (int64_t)p.batch * p.seq_k;
-    if (status == GK_OK)
-        status = launch<bwd_plain_dq_kernel<T, Grad>>("gk_flash_attn_bwd", ctx,
-                                                      dim3((unsigned)blocks_of(rows_q, p.heads_q)),
-                                                      WARPS_PLAIN * 32, 0, g);
-    if (status == GK_OK)
-        status = launch<bwd_plain_dkv_kernel<T, Grad>>(
-            "gk_flash_attn_bwd", ctx, dim3((unsigned)blocks_of(rows_k, p.heads_kv)),
-            WARPS_PLAIN * 32, 0, g);
+    const dim3 blocks_q((unsigned)blocks_of(rows_q, p.heads_q)),
+        blocks_k((unsigned)blocks_of(rows_k, p.heads_kv));
+    const auto both = [&](auto has_scores) {
+        constexpr bool SCORES = decltype(has_scores)::value;
+        if (status == GK_OK)
+            status = launch<bwd_plain_dq_kernel<T, Grad, SCORES>>("gk_flash_attn_bwd", ctx,
+                                                                  blocks_q, WARPS_PLAIN * 32, 0, g);
+        if (status == GK_OK)
+            status = launch<bwd_plain_dkv_kernel<T, Grad, SCORES>>(
+                "gk_flash_attn_bwd", ctx, blocks_k, WARPS_PLAIN * 32, 0, g);
+    };
+    /* Gradients of 16-bit operands in float32 are parts of a longer sequence, which take neither
+     * masks nor biases. */
+    constexpr bool MAY = sizeof(T) == sizeof(Grad);
+    if (MAY && scores)
+        both(Bool<MAY>());
+    else
+        both(Bool<false>());
+    if constexpr (MAY) {
+        if (status == GK_OK && dbias) {
+            const int64_t *n = dbias->shape;
+            const dim3 blocks((unsigned)(gk_ceil_div(n[3], BIAS_THREADS) * n[2]), (unsigned)n[1],
+                              (unsigned)n[0]);
+            status = launch<bwd_plain_dbias_kernel<T>>("gk_flash_attn_bwd", ctx, blocks,
+                                                       BIAS_THREADS, 0, g);
+        }
+        if (status == GK_OK && ddistance) {
+            const int64_t *n = ddistance->shape;
+            const dim3 blocks((unsigned)gk_ceil_div(n[1], BIAS_THREADS), (unsigned)n[0]);
+            status = launch<bwd_plain_ddistance_kernel<T>>("gk_flash_attn_bwd", ctx, blocks,
+                                                           BIAS_THREADS, 0, g);
+        }
+    }
     return status;
 }
 

@@ -2,6 +2,7 @@
 /* flash_attn_fwd_plain: attention with one warp a row, for what the tiled kernels refuse:
  * float64, and rows that are not aligned to 16 bytes. The kernel, in fwd_plain.cuh, takes every
  * dtype and modifier, dense and packed. */
+#include "fwd_mend.cuh"
 #include "fwd_plain.cuh"
 
 namespace {
@@ -18,7 +19,44 @@ const gk_cuda_instance instances[] = {
     {"flash_attn_fwd_plain_f64", GK_F64, plan, run<double>, {}, blocks_an_sm<double>},
 };
 
+/* ---- tiles of flash_attn_fwd_masked_sm90a ---- */
+struct MendParams {
+    Params plain;
+    const uint8_t *spoilt;
+    int tiles, tile_rows;
+};
+
+template <class T>
+__global__ void __launch_bounds__(THREADS, 4)
+    flash_attn_fwd_mend_kernel(const __grid_constant__ MendParams x) {
+    if (!x.spoilt[blockIdx.x]) return;
+    const int tile = blockIdx.x % x.tiles, rest = blockIdx.x / x.tiles,
+              heads = x.plain.problem.heads_q;
+    for (int group = tile * x.tile_rows / WARPS; group < (tile + 1) * x.tile_rows / WARPS; ++group)
+        attend_rows<T, false, true, true>(x.plain, group, rest % heads, rest / heads);
+}
+
 } // namespace
+
+template <class T>
+gk_status fwd_mend(const gk_context *ctx, const gk_flash_attn_args *a, const uint8_t *spoilt,
+                   int tile_rows) {
+    MendParams x = {};
+    x.plain.problem = problem_of(ctx, a);
+    x.plain.drop = dropout_of(a);
+    const Problem &p = x.plain.problem;
+    x.plain.scores = scores_of(gk_scores_of(a), p.seq_q, p.seq_k);
+    x.spoilt = spoilt;
+    x.tile_rows = tile_rows;
+    x.tiles = (int)gk_ceil_div(p.seq_q, tile_rows);
+    const int64_t blocks = (int64_t)x.tiles * p.heads_q * p.batch;
+    return launch<flash_attn_fwd_mend_kernel<T>>("gk_flash_attn_fwd", ctx, dim3((unsigned)blocks),
+                                                 THREADS, 0, x);
+}
+template gk_status fwd_mend<__nv_bfloat16>(const gk_context *, const gk_flash_attn_args *,
+                                           const uint8_t *, int);
+template gk_status fwd_mend<__half>(const gk_context *, const gk_flash_attn_args *, const uint8_t *,
+                                    int);
 
 extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {
     instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -11,6 +11,8 @@
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH
 #define GPUKERN_CUDA_FWD_CONSUMER_CUH
 
+#include "../../ptx/ldmatrix.cuh"
+#include "fwd_masked.cuh"
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
 
@@ -32,17 +34,24 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* A warpgroup's rows may see no key of a tile's first blocks. */
     static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
 
-    const FwdHopperParams &x;
+    static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
+    typedef typename ParamsOf<Tile>::type Params;
+
+    const Params &x;
     const smem_addr smem_s;
     const int warpgroup;
     StaleSoftmax<T, BKV> softmax;
     /* scores; weights; output; each row's sum of this block's weights */
     float s[N * 4], w[N * 4], o[ND * 4], sum[2];
-    uint32_t p[N * 2]; /* weights in 16 bits, the A operand of P V */
-    bool ready;        /* s already holds the scores of the tile's first key block */
+    uint32_t p[N * 2];             /* weights in 16 bits, the A operand of P V */
+    bool ready;                    /* s already holds the scores of the tile's first key block */
+    int words_taken, biases_taken; /* MASK, BIAS: steps of their rings so far */
 
-    __device__ __forceinline__ Consumer(const FwdHopperParams &x, smem_addr smem_s, int warpgroup)
-        : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {}
+    __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
+        : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
+        if (MASK) words_taken = 0;
+        if (BIAS) biases_taken = 0;
+    }
 
     /* A tile's place in the block's sequence of K and V stages. */
     struct At {
@@ -69,8 +78,24 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* The keys of a block that a lane's two rows see. */
-    __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) const {
+    __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) {
         KeptColumns y;
+        if constexpr (MASK) {
+            const tma_steps<S::WORDS_STAGES> ring = {smem_s + S::WORDS_RING};
+            ring.wait_full(words_taken);
+            const uint2 two = ld_shared_64(
+                smem_s + S::WORDS_AT + ring.stage(words_taken) * S::WORDS_BYTES + mov_tid_x() * 8);
+            /* no vote: two reductions and the branches that they feed cost as much as they save
+             * (1.86 us a block, 1.55 without) */
+            y.kept[0] = two.x;
+            y.kept[1] = two.y;
+            y.some = ~0u;
+            y.whole = 0;
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(ring.empty(words_taken));
+            ++words_taken;
+            return y;
+        }
         const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
                   last = t.seq.seq_q - 1;
         const Span span = t.seq.span;
@@ -80,8 +105,78 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             const int i = min(row_of(x, t, own_row() + 8 * r).i, last);
             y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
         }
-        if (!MODIFIED) y.agree();
+        if (BIAS) { /* no vote, as above */
+            y.some = ~0u;
+            y.whole = 0;
+        } else if (!MODIFIED) {
+            y.agree();
+        }
         return y;
+    }
+
+    /* ---- a bias [.., Sq, Sk] ---- */
+    /* Without a stored mask, the addends of hidden keys are -inf. Selecting scores instead would
+     * keep the columns in registers across the wait for the products, and spill. */
+    static constexpr bool HIDES = BIAS && !MASK;
+
+    /* float16's lowest number hides a key. Its addend, -94502, does so unless the row has no key
+     * above it: then m is below LOWEST, and the row is computed once more (note_spoilt). */
+    static constexpr float LOWEST = -60000.f * LOG2_E;
+
+    /* The addend of an exponent: bias log2(e) - m. */
+    __device__ __forceinline__ float addend_of(float bias, float m) const {
+        return fmaf(bias, LOG2_E, -m);
+    }
+    /* Writes a block's addends to w. */
+    __device__ __forceinline__ void bias_addends(const float (&m)[2], bool edge,
+                                                 const KeptColumns &columns) {
+        typedef typename S::Bias B;
+        const int tid = mov_tid_x();
+        const tma_steps<1> ring = {smem_s + S::BIAS_RING + 16 * warpgroup};
+        const smem_addr first_s = smem_s + S::BIAS_AT + warpgroup * B::bytes +
+                                  B::offset_of(tid % 128 / 32 * 16 + tid % 16, tid % 32 / 16 * 8);
+        ring.wait_full(biases_taken);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            uint32_t four[4];
+            ldmatrix_x4(four, B::along(first_s, n));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float2 two = unpack2<T>(four[e]);
+                w[4 * n + 2 * e] = addend_of(two.x, m[e & 1]);
+                w[4 * n + 2 * e + 1] = addend_of(two.y, m[e & 1]);
+            }
+        }
+        if (HIDES && edge) keep_columns(w, columns);
+        __syncwarp();
+        if (laneid() == 0) mbarrier_arrive(ring.empty(biases_taken));
+        ++biases_taken;
+    }
+    /* Scores become exponents without m; w holds the addends. */
+    __device__ __forceinline__ void add_bias() {
+#pragma unroll
+        for (int i = 0; i < N * 4; ++i) s[i] = fmaf(s[i], x.units.unit_log2, w[i]);
+    }
+    /* The same for a block that is taken again, whose stage is gone: from memory. */
+    __device__ __forceinline__ static uint32_t bias_word(const Params &x, const FwdTile &t, int row,
+                                                         int col) {
+        if (col >= t.seq.seq_k) return 0;
+        return *(const uint32_t *)((const T *)x.bias.data + t.work.b * x.bias.batch +
+                                   t.work.head * x.bias.head +
+                                   min(row, t.seq.seq_q - 1) * x.bias.row + col);
+    }
+    __device__ __forceinline__ void add_bias_again(const FwdTile &t, int j, bool edge) {
+        int block = j;
+        if constexpr (MASK) block = __ldg(list_of(x.mask, S::marks_of(t)) + j) >> 2;
+        const int col = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
+                  row = t.work.i0 + own_row();
+#pragma unroll
+        for (int n = 0; n < N * 2; ++n) {
+            const float2 v = unpack2<T>(bias_word(x, t, row + 8 * (n & 1), col + n / 2 * 8));
+            s[2 * n] = fmaf(s[2 * n], x.units.unit_log2, addend_of(v.x, 0));
+            s[2 * n + 1] = fmaf(s[2 * n + 1], x.units.unit_log2, addend_of(v.y, 0));
+        }
+        if (HIDES && edge) keep_columns(s, columns_of(t, block_at<MODIFIED>(t, j)));
     }
 
     /* ALiBi terms of a lane's two rows in one key block. The slopes are 0 without ALiBi. */
@@ -282,6 +377,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* The number of consecutive steps in [j, end) whose keys every row sees, so that no mask is
      * needed. */
     static __device__ __forceinline__ int plain_run(const FwdTile &t, int j, int end) {
+        if constexpr (MASK) { /* 32 at most */
+            const uint32_t partial = S::marks_of(t).partial[j / 32] >> j % 32;
+            return min(partial ? __ffs(partial) - 1 : 32 - j % 32, end - j);
+        }
         const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first,
                   plain_end = t.keys.plain_end;
         if (block < first || block >= plain_end) return 0;
@@ -317,7 +416,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* S and weights of the tile's first key block, which set m. */
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
-        const bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
+        bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
+        if constexpr (MASK) edge = S::marks_of(t).is_partial(at.from);
         KeptColumns columns = {};
         if (!MODIFIED && edge) columns = columns_of(t, block);
         if (!EARLY || !ready) {
@@ -334,6 +434,17 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         clear(o);
         if (MODIFIED) {
             weigh_first(t, block, edge);
+        } else if constexpr (MASK || BIAS) {
+            if constexpr (BIAS) {
+                const float none[2] = {0, 0};
+                bias_addends(none, edge, columns);
+                add_bias();
+            }
+            const float unit = BIAS ? 1.f : x.units.unit_log2;
+            if (edge && !HIDES) keep_columns(s, columns);
+            /* a sample would make a row's bits depend on other rows' masks */
+            softmax.template refer<false>(s, unit);
+            softmax.weights(s, unit, w, sum);
         } else {
             if (edge) keep_columns(s, columns);
             if (EARLY && !edge)
@@ -381,6 +492,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         KeptColumns columns = {};
         if (!MODIFIED && edge) columns = columns_of(t, block);
         if (MODIFIED) begin_weights(t, block, edge);
+        if constexpr (BIAS) bias_addends(softmax.m, edge, columns);
         wgmma_wait_group<OVERLAP>();
         scores_over(at, j);
         if (!OVERLAP) {
@@ -390,8 +502,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (MODIFIED) {
             weigh_next(t, block, edge);
         } else {
-            if (edge) keep_columns(s, columns);
-            if (edge && PACK_LATE) /* the other instances have no registers for it */
+            if (edge && !HIDES) keep_columns(s, columns);
+            if constexpr (BIAS)
+                softmax.weights_of([&](int i) { return fmaf(s[i], x.units.unit_log2, w[i]); }, w,
+                                   sum);
+            else if (edge && PACK_LATE) /* the other instances have no registers for it */
                 softmax.weights_kept(s, x.units.unit_log2, columns, w, sum);
             else
                 softmax.weights(s, x.units.unit_log2, w, sum);
@@ -415,7 +530,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         float factor[2];
         if (MODIFIED)
             weigh_again(t, block_at<MODIFIED>(t, j), edge, factor);
-        else
+        else if constexpr (BIAS) {
+            add_bias_again(t, j, edge);
+            softmax.redo(s, 1.f, w, sum, factor);
+        } else
             softmax.redo(s, x.units.unit_log2, w, sum, factor);
         if (!OVERLAP) softmax.pack(w, p);
 #pragma unroll
@@ -448,6 +566,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 continue;
             }
             if (j >= at.end) break;
+            if constexpr (MASK) /* plain_run ends with a word of marks */
+                if (!S::marks_of(t).is_partial(j)) continue;
             if (take_block(t, at, j, SPLIT || run == 0)) take_again(t, j, SPLIT || run == 0);
             block_taken();
             ++j;
@@ -493,6 +613,27 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(o);
         release(v.empty(last));
+    }
+
+    /* Notes where a result has a NaN or inf: V of a hidden key may hold one, and 0 times it is
+     * NaN. */
+    __device__ __forceinline__ void note_spoilt(const FwdTile &t) {
+        if constexpr (MASK || BIAS) {
+            if (BIAS && StaleRange<T>::LIMIT < 0x1p16f) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    if (softmax.m[r] > STALE_NOTHING && softmax.m[r] < LOWEST)
+                        softmax.total[r] = NAN;
+            }
+            /* four chains */
+            float none[4] = {softmax.total[0] * 0.f, softmax.total[1] * 0.f, 0, 0};
+#pragma unroll
+            for (int i = 0; i < ND * 4; ++i) none[i % 4] = fmaf(o[i], 0.f, none[i % 4]);
+            const float all = (none[0] + none[1]) + (none[2] + none[3]);
+            if (all != all)
+                x.spoilt[(t.work.b * (int)x.by_batch.by + t.work.head) * x.fwd.tiles_q +
+                         t.work.i0 / S::BQ] = 1;
+        }
     }
 
     /* Releases key blocks that only other warpgroups read. The warpgroup still takes its turn

@@ -47,6 +47,11 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
         typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS);
         typename S::KvRing(smem_s + S::V_RING).init(Tile::WARPGROUPS);
         mbarrier_init(smem_s + S::OVER, 1);
+        if constexpr (S::MASK)
+            tma_ring<S::WORDS_STAGES>(smem_s + S::WORDS_RING).init(Tile::WARPGROUPS * 4);
+        if constexpr (S::BIAS)
+            for (int w = 0; w < Tile::WARPGROUPS; ++w)
+                tma_ring<1>(smem_s + S::BIAS_RING + 16 * w).init(4);
         fence_mbarrier_init();
         /* completes the only phase of this barrier (see take_block) */
         mbarrier_arrive(smem_s + S::OVER);
@@ -75,7 +80,7 @@ __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile 
 
 /* Processes tile after tile. PARTIAL: out is float32. */
 template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
-__device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem_s,
+__device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, smem_addr smem_s,
                                         const FwdTile *tiles, int warpgroup) {
     typedef Smem<Tile> S;
     typedef Consumer<T, Tile, MODIFIED> C;
@@ -117,6 +122,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
                 }
             }
             c.last_values(t, at, next_s, [&] {
+                c.note_spoilt(t);
                 if constexpr (PARTIAL)
                     store_partial<T, Tile>(x, t, c.softmax, c.o);
                 else
@@ -131,6 +137,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
             c.pass(step + at.end, blocks - at.end);
             /* the turn of the last P V, which this warpgroup does not compute */
             if (own == 0 && blocks > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
+            c.note_spoilt(t);
             if constexpr (PARTIAL)
                 store_partial<T, Tile>(x, t, c.softmax, c.o);
             else if (x.fwd.splits > 1)

@@ -22,6 +22,7 @@
 #include "../../tile/reduce.cuh"
 #include "../drop.cuh"
 #include "fwd_rows.cuh"
+#include "../scores.cuh"
 #include "../softmax.cuh"
 
 namespace {
@@ -36,6 +37,7 @@ struct Params {
     int groups; /* groups of WARPS rows in a head */
     Dropout drop;
     bool accumulates;
+    Scores scores;
 };
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
@@ -47,17 +49,25 @@ template <class T> struct OutOf<T, true> {
     typedef typename element<T>::acc type;
 };
 
-template <class T, bool PARTIAL>
-__global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params params) {
+/* SCORES: the call has a mask or a bias. MEND: computes a row only if the one that is there is not
+ * finite. */
+template <class T, bool PARTIAL, bool SCORES, bool MEND>
+__device__ __forceinline__ void attend_rows(const Params &params, int group, int head, int b) {
     typedef typename element<T>::acc W;
     typedef typename OutOf<T, PARTIAL>::type Out;
     __shared__ W q_all_s[WARPS][MAX_DIM];
     const Problem &p = params.problem;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int group = blockIdx.x % params.groups, rest = blockIdx.x / params.groups;
-    const int head = rest % p.heads_q, b = rest / p.heads_q, i = group * WARPS + warp;
+    const int i = group * WARPS + warp;
     const Sequence seq = sequence_of(p, b);
     if (i >= seq.seq_q) return;
+    if (MEND) {
+        const T *held = (const T *)p.out.data + p.out.at(b, head, i);
+        W spoilt = 0;
+        for (int d = lane; d < p.head_dim_v; d += 32)
+            spoilt = fma((W)to_acc(held[d]), (W)0, spoilt);
+        if (__all_sync(0xffffffffu, spoilt == 0)) return;
+    }
 
     W *q_s = q_all_s[warp];
     const T *q_g = (const T *)p.q.data + p.q.at(b, head, seq.q0 + i);
@@ -68,6 +78,8 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
     const T *k_g = (const T *)p.k.data + p.k.at(b, head_kv, seq.k0);
     const T *v_g = (const T *)p.v.data + p.v.at(b, head_kv, seq.k0);
     const WideScore<W> score = score_of<W>(p, seq, b, head);
+    HeadScores<W> scores;
+    if constexpr (SCORES) scores = head_scores<W>(params.scores, b, head);
 
     /* The sink is the first term of the softmax. */
     const W sink = sink_of<W>(p.rules, head);
@@ -78,8 +90,18 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
     for (int j0 = lo; j0 < hi; j0 += 32) {
         const int j = j0 + lane, keys = min(32, hi - j0);
         W s = (W)-INFINITY;
-        if (lane < keys)
-            s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
+        bool sees = lane < keys;
+        if constexpr (SCORES) {
+            W unused = 0;
+            sees = sees && scores.add(i, j, &unused);
+        }
+        if (sees) s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
+        unsigned seen = ~0u;
+        if constexpr (SCORES) {
+            if (sees) scores.add(i, j, &s);
+            seen = __ballot_sync(0xffffffffu, sees);
+            if (seen == 0) continue;
+        }
         const W highest = warp_max(s);
         if (highest > softmax.peak) {
             const W shrink = softmax.raise(highest);
@@ -92,6 +114,7 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
         weight *= drop_of<W>(params.drop, row, j);
         for (int t = 0; t < keys; ++t) {
             const W w = __shfl_sync(0xffffffffu, weight, t);
+            if (SCORES && !(seen >> t & 1)) continue; /* its value may hold anything */
             const T *v = v_g + (j0 + t) * p.v.row;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
@@ -129,15 +152,25 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
         ((W *)p.lse.data)[lse_at] = total == 0 ? (W)-INFINITY : softmax.peak + log(total);
 }
 
+template <class T, bool PARTIAL, bool SCORES>
+__global__ void __launch_bounds__(THREADS, SCORES && sizeof(T) == 8 ? 3 : 4)
+    flash_attn_fwd_plain_kernel(Params params) {
+    const int group = blockIdx.x % params.groups, rest = blockIdx.x / params.groups;
+    attend_rows<T, PARTIAL, SCORES, false>(params, group, rest % params.problem.heads_q,
+                                           rest / params.problem.heads_q);
+}
+
 /* ---- 2. launcher and table ------------------------------------------------------------------- */
 template <class T, bool PARTIAL = false> int blocks_an_sm() {
-    return blocks_per_sm<flash_attn_fwd_plain_kernel<T, PARTIAL>>(THREADS, 0);
+    return blocks_per_sm<flash_attn_fwd_plain_kernel<T, PARTIAL, false>>(THREADS, 0);
 }
 
 bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     Params &x = gk_own<Params>(to) = {problem_of(ctx, (const gk_flash_attn_args *)args)};
     x.drop = dropout_of((const gk_flash_attn_args *)args);
     x.accumulates = gk_accumulates((const gk_flash_attn_args *)args) != 0;
+    x.scores =
+        scores_of(gk_scores_of((const gk_flash_attn_args *)args), x.problem.seq_q, x.problem.seq_k);
     x.groups = (int)gk_ceil_div(x.problem.seq_q, WARPS);
     to->tile[0] = WARPS;
     to->tile[1] = 32;
@@ -152,8 +185,11 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) 
         return gk_fail(GK_ERR_UNSUPPORTED,
                        "%lld rows in all heads are more than this kernel counts",
                        (long long)plan->tasks * WARPS);
-    const gk_status status = launch<flash_attn_fwd_plain_kernel<T, PARTIAL>>(
-        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), THREADS, 0, x);
+    const dim3 blocks((unsigned)plan->tasks);
+    const gk_status status = x.scores.any ? launch<flash_attn_fwd_plain_kernel<T, PARTIAL, true>>(
+                                                "gk_flash_attn_fwd", ctx, blocks, THREADS, 0, x)
+                                          : launch<flash_attn_fwd_plain_kernel<T, PARTIAL, false>>(
+                                                "gk_flash_attn_fwd", ctx, blocks, THREADS, 0, x);
     return status == GK_OK ? clear_unowned<typename OutOf<T, PARTIAL>::type>("gk_flash_attn_fwd",
                                                                              ctx, x.problem)
                            : status;

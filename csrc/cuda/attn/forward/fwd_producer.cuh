@@ -8,6 +8,7 @@
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
+#include "../../../core/attn_mask.h"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../../ptx/laneid.cuh"
 #include "../../ptx/tma.cuh"
@@ -40,6 +41,46 @@ struct FwdHopperParams {
     int box_log2;    /* InBoxes: log2 of the keys of a box */
 };
 
+/* A stored mask (attn_mask.h) and the order in which tiles of queries are taken: whichever block is
+ * free takes the next one. Heads are scheduled in groups; within a group the tile with the longest
+ * list comes first. The first group is the smaller one, so that the call ends with many short
+ * tiles. */
+struct FwdMaskParams {
+    const int32_t *data;
+    int64_t batch, head; /* strides, 0 where the mask broadcasts */
+    gk_mask_layout at;
+    gk_mask_store store;
+    int *next; /* workspace, 0 at the start: tiles taken */
+    int units, tiles_q, tiles_k;
+    /* the last block of keys where it is not whole, else -1 */
+    int incomplete_block;
+    int first; /* heads of the first group; the other groups have by_width.by */
+    Divisor by_first, by_units, by_width; /* by_units: tiles of a group */
+};
+
+/* A bias [.., Sq, Sk] of the operands' dtype. */
+struct FwdBiasParams {
+    const void *data;
+    int64_t batch, head, row; /* strides */
+    int of_batch, of_head;    /* 0 where it broadcasts */
+};
+
+struct FwdMaskedParams : FwdHopperParams {
+    CUtensorMap bias_map; /* boxes of 64 columns x 64 rows */
+    FwdMaskParams mask;
+    FwdBiasParams bias;
+    /* workspace, 0 at the start, a byte a tile: its result has a NaN or inf (fwd_mend.cuh) */
+    uint8_t *spoilt;
+};
+
+template <class Tile, bool SCORES = (ScoresOf<Tile>::MASK || ScoresOf<Tile>::BIAS)>
+struct ParamsOf {
+    typedef FwdHopperParams type;
+};
+template <class Tile> struct ParamsOf<Tile, true> {
+    typedef FwdMaskedParams type;
+};
+
 /* True if a tile's keys are loaded in boxes, each from one page. A tile then begins at a box
  * boundary, which may lie before the first key that any row of the sequence sees. */
 template <class Tile> struct InBoxes {
@@ -68,6 +109,17 @@ struct __align__(16) FwdTile {
     int incomplete;
 };
 
+/* What a masked tile has beside that: its mask, its row of blocks there, and which of its blocks
+ * are partial, a bit a step. */
+struct FwdMarks {
+    const int32_t *data;
+    int tile;
+    uint32_t partial[FWD_MASK_BLOCKS / 32];
+    __device__ __forceinline__ bool is_partial(int step) const {
+        return partial[step / 32] >> step % 32 & 1;
+    }
+};
+
 /* The key block that a tile takes at step `at`. */
 template <bool MODIFIED> __device__ __forceinline__ int block_at(const FwdTile &t, int at) {
     return MODIFIED ? fwd_block(at, t.nearest) : at;
@@ -88,15 +140,37 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    /* finding a tile takes longer than multiplying one with few keys */
-    static constexpr int TILE_STAGES = 4;
+    static constexpr bool MASK = ScoresOf<Tile>::MASK != 0, BIAS = ScoresOf<Tile>::BIAS != 0;
+    /* Finding a tile takes longer than multiplying one with few keys. With a mask, blocks compete
+     * for tiles, and a block that finds far ahead takes tiles that an idle block could compute. */
+    static constexpr int TILE_STAGES = MASK ? 2 : 4;
     typedef tma_ring<TILE_STAGES> TileRing;
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
-    static constexpr int Q_RING = V_AT + Tile::STAGES * V::bytes, K_RING = Q_RING + QRing::bytes;
+    typedef wgmma_panels<64, Tile::BKV> Bias; /* of a warpgroup's rows */
+    static constexpr int BIAS_AT = V_AT + Tile::STAGES * V::bytes;
+    static constexpr int Q_RING = BIAS_AT + (BIAS ? Tile::WARPGROUPS * Bias::bytes : 0),
+                         K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
-    static constexpr int BYTES = TILES + TILE_STAGES * (int)sizeof(FwdTile);
+    /* MASK: FwdMarks behind the tiles, as far apart, then words of partial blocks in stages of 2
+     * KB. BIAS leaves room for one stage. */
+    static constexpr int WORDS_STAGES = BIAS ? 1 : 2, WORDS_BYTES = GK_MASK_BLOCK_INTS * 4;
+    static constexpr int WORDS_AT = TILES + TILE_STAGES * (MASK ? 2 : 1) * (int)sizeof(FwdTile);
+    static constexpr int WORDS_RING = WORDS_AT + (MASK ? WORDS_STAGES * WORDS_BYTES : 0);
+    /* one stage a warpgroup */
+    static constexpr int BIAS_RING = WORDS_RING + (MASK ? WORDS_STAGES * 16 : 0);
+    /* MASK: how many tiles warps 1 and 2 have described and read. Kept here across a tile, because
+     * the producer's 24 registers are not enough. */
+    static constexpr int COUNTS = BIAS_RING + (BIAS ? Tile::WARPGROUPS * 16 : 0);
+    static constexpr int BYTES = COUNTS + (MASK ? 16 : 0);
+    static_assert(sizeof(FwdMarks) <= sizeof(FwdTile), "marks take the place of a tile");
+    __device__ static __forceinline__ FwdMarks &marks_of(FwdTile &t) {
+        return *(FwdMarks *)(&t + TILE_STAGES);
+    }
+    __device__ static __forceinline__ const FwdMarks &marks_of(const FwdTile &t) {
+        return *(const FwdMarks *)(&t + TILE_STAGES);
+    }
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(V::panels <= Q::panels, "out takes Q's place");
     static_assert(Tile::WARPGROUPS * Tile::CONSUMER_REGISTERS + Tile::PRODUCER_REGISTERS <=
@@ -268,11 +342,22 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     }
 }
 
+/* The blocks of keys that a tile takes. The producer asks for
+ * key(t, j) at each step, and then for value(t, j - 1). */
+template <bool MODIFIED> struct OrderedBlocks {
+    __device__ __forceinline__ int key(const FwdTile &t, int j) const {
+        return block_at<MODIFIED>(t, j);
+    }
+    __device__ __forceinline__ int value(const FwdTile &t, int j) const {
+        return block_at<MODIFIED>(t, j);
+    }
+};
+
 /* Loads K and V in the order in which the consumers read them: K_0, K_1, V_0, K_2, V_1, and so
  * on. With two Q buffers, the next tile's Q follows K_2 and V_1 of this tile. */
-template <class Tile, bool MODIFIED>
+template <class Tile, bool MODIFIED, class Blocks = OrderedBlocks<MODIFIED>>
 __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
-                                           smem_addr smem_s) {
+                                           smem_addr smem_s, Blocks of = Blocks()) {
     typedef Smem<Tile> S;
     constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
@@ -291,8 +376,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 k.wait_empty(at);
                 mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
                 load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k,
-                                           t.from.k_row + block_at<MODIFIED>(t, j) * Tile::BKV,
-                                           t.from.head_kv, t.from.b, k.full(at));
+                                           t.from.k_row + of.key(t, j) * Tile::BKV, t.from.head_kv,
+                                           t.from.b, k.full(at));
             }
             if (!AHEAD && j == 0) load_q<Tile>(x, t, smem_s, n);
             if (j > 0) {
@@ -300,7 +385,7 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 v.wait_empty(at);
                 mbarrier_arrive_expect_tx(v.full(at), S::V::bytes);
                 load_panels<typename S::V>(smem_s + S::V_AT + v.stage(at) * S::V::bytes, &x.v,
-                                           t.from.k_row + block_at<MODIFIED>(t, j - 1) * Tile::BKV,
+                                           t.from.k_row + of.value(t, j - 1) * Tile::BKV,
                                            t.from.head_kv, t.from.b, v.full(at));
             }
             /* its buffer becomes free after all warps' first weights; loads that are needed

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_fwd_masked_sm90a: attention with a stored mask (../../attn_mask.h) or a bias [.., Sq,
+ * Sk] on Hopper's tensor cores, 16-bit, dense. The kernel of flash_attn_fwd_sm90a (fwd_kernel.cuh
+ * has the equations and the steps), with another order of tiles and blocks:
+ *
+ *   Tiles are 128 queries. Whichever block is free takes the next tile; tiles with long lists come
+ *   first.
+ *   A tile takes the blocks of its list in ascending order, so that the bits of a row depend on its
+ *   own mask alone. Blocks that all rows see whole run as without a mask. A partial block takes
+ *   32-bit words, a bit a score, which a bulk copy brings. The bias comes by TMA, 64 rows x 128
+ *   keys a warpgroup, and enters as an addend of the exponents.
+ *
+ * Not handled, served by flash_attn_fwd_plain: a mask or bias beside causal, window, kv_start,
+ * kv_end, q_start, softcap, ALiBi or dropout; float32 bias; a bias that broadcasts over queries or
+ * keys; distance_bias; head_dim above 128. */
+#include "fwd_kernel.cuh"
+#include "fwd_mend.cuh"
+
+namespace {
+
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
+template <class T, class Tile>
+__global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
+    flash_attn_fwd_masked_sm90a_kernel(const __grid_constant__ FwdMaskedParams x) {
+    typedef Smem<Tile> S;
+    run_block<Tile>(
+        [&](smem_addr smem_s) { begin_block<Tile, 1 + S::MASK + S::BIAS>(x, smem_s); },
+        [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
+            const int warp = threadIdx.x / 32 % 4;
+            griddepcontrol_wait();
+            if (warp == 1) {
+                if constexpr (S::MASK)
+                    find_masked<Tile>(x, smem, smem_s);
+                else
+                    find_tiles<Tile, false>(x, smem, smem_s,
+                                            [&](int b) { return sequence_of(x.fwd.problem, b); });
+            } else if (warp == 0 && elect_one()) {
+                prefetch_tensormap(&x.q);
+                prefetch_tensormap(&x.k);
+                prefetch_tensormap(&x.v);
+                if constexpr (S::MASK)
+                    load_tiles<Tile, false>(x, tiles, smem_s, ListedBlocks<Tile>(x.mask));
+                else
+                    load_tiles<Tile, false>(x, tiles, smem_s);
+            } else if (warp == 2) {
+                if constexpr (S::MASK) load_words<Tile>(x, tiles, smem_s);
+            } else if (warp == 3) {
+                if constexpr (S::BIAS) {
+                    if (elect_one()) {
+                        prefetch_tensormap(&x.bias_map);
+                        load_bias<Tile>(x, tiles, smem_s);
+                    }
+                }
+            }
+        },
+        [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
+            consume<T, Tile, false>(x, smem_s, tiles, warpgroup);
+        });
+}
+
+/* ---- 2. plan --------------------------------------------------------------------------------- */
+
+bool bias_fits(const gk_flash_attn_args *a, const gk_tensor &t) {
+    return t.dtype == a->q.dtype && t.shape[2] == a->q.shape[2] && t.shape[3] == a->k.shape[2] &&
+           t.shape[3] > 1 && t.stride[3] == 1 && t.stride[2] % 2 == 0 &&
+           tensor_map_fits(attn_shape(t));
+}
+
+template <class Tile>
+bool serves_masked(const gk_cuda_instance *row, const gk_context *ctx,
+                   const gk_flash_attn_args *a) {
+    typedef Smem<Tile> S;
+    const gk_attn_scores *scores = gk_scores_of(a);
+    const gk_attn_rules &r = a->rules;
+    if (!scores || !scores->mask != !S::MASK || !scores->bias != !S::BIAS || scores->distance_bias)
+        return false;
+    if (r.softcap > 0 || r.alibi_slopes || r.kv_start || r.kv_end || r.q_start || a->cu_seqlens_q ||
+        fwd_by_parts(a))
+        return false;
+    if (S::MASK && (r.is_causal || r.window_left >= 0 || r.window_right >= 0)) return false;
+    if (S::MASK && gk_ceil_div(a->k.shape[2], GK_MASK_TILE) > FWD_MASK_BLOCKS) return false;
+    if (S::BIAS && !bias_fits(a, *scores->bias)) return false;
+    if (gk_ceil_div(a->q.shape[2], S::BQ) * a->q.shape[1] * a->q.shape[0] > 1 << 30) return false;
+    return serves(row, ctx, a);
+}
+
+/* All but the tensor maps and the workspace. */
+template <class Tile>
+FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a) {
+    typedef Smem<Tile> S;
+    const gk_attn_scores *scores = gk_scores_of(a);
+    FwdMaskedParams x = {};
+    (FwdHopperParams &)x = fwd_hopper_params<Tile>(ctx, a);
+    if (x.fwd.splits > 1 || x.tile_heads > 1) { /* few long tiles: the keys are not split */
+        x.fwd.splits = 1;
+        x.fwd.by_splits = divisor_of(1);
+        x.tile_heads = 1;
+        x.by_head = divisor_of(INT32_MAX);
+        x.by_batch = divisor_of((uint32_t)x.fwd.problem.heads_q);
+        x.q_bytes = S::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
+        x.schedule.splits = 1;
+        x.schedule.heads = x.fwd.problem.batch * x.fwd.problem.heads_q;
+        x.schedule.paired = false;
+        x.schedule.short_tiles = 0;
+        fwd_make_schedule(&x.schedule, gk_gpu_of(ctx->index)->num_sms);
+        x.simple = !a->rules.sinks;
+    }
+    const Problem &p = x.fwd.problem;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    const int heads = p.batch * p.heads_q;
+    if (S::MASK) {
+        FwdMaskParams &m = x.mask;
+        const gk_tensor *t = scores->mask;
+        m.data = (const int32_t *)t->data;
+        m.store = scores->store;
+        m.batch = t->shape[0] == 1 ? 0 : t->stride[0];
+        m.head = t->shape[1] == 1 ? 0 : t->stride[1];
+        m.at = gk_mask_layout_of(m.store, p.seq_q, p.seq_k, false);
+        m.tiles_q = (int)m.at.tiles_q;
+        m.tiles_k = (int)m.at.tiles_k;
+        m.units = m.tiles_q * heads;
+        m.incomplete_block = p.seq_k % GK_MASK_TILE ? m.tiles_k - 1 : -1;
+        const double head_bytes = (double)p.seq_k * (p.head_dim + p.head_dim_v) * 2;
+        const double kv_heads =
+            gk_min_i64((int64_t)(FWD_MASK_L2_SHARE * (double)gpu->l2_bytes / head_bytes), heads);
+        const int most = (int)gk_max_i64((int64_t)kv_heads * p.group, 1);
+        const int groups = (int)gk_ceil_div(heads, most), width = (int)gk_ceil_div(heads, groups);
+        m.first = heads - width * ((heads - 1) / width);
+        m.by_first = divisor_of((uint32_t)m.first);
+        m.by_width = divisor_of((uint32_t)width);
+        m.by_units = divisor_of((uint32_t)(width * m.tiles_q));
+        x.schedule.blocks = (int)gk_min_i64(m.units, gpu->num_sms);
+    }
+    if (S::BIAS) {
+        const gk_tensor &t = *scores->bias;
+        x.bias.data = t.data;
+        x.bias.row = t.stride[2];
+        x.bias.of_batch = t.shape[0] > 1;
+        x.bias.of_head = t.shape[1] > 1;
+        x.bias.batch = x.bias.of_batch ? t.stride[0] : 0;
+        x.bias.head = x.bias.of_head ? t.stride[1] : 0;
+    }
+    return x;
+}
+
+/* The parameters are larger than a plan's own part, so run makes them anew. */
+template <class Tile>
+bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *to) {
+    typedef Smem<Tile> S;
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    if (!serves_masked<Tile>(row, ctx, a)) return false;
+    const FwdMaskedParams x = masked_params<Tile>(ctx, a);
+    fwd_plan(ctx, x.fwd, S::BQ, Tile::BKV, 1, x.schedule.units, to);
+    to->workspace_bytes = 64 + (size_t)x.fwd.problem.batch * x.fwd.problem.heads_q * x.fwd.tiles_q;
+    return true;
+}
+
+template <class T, class Tile>
+gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *plan,
+                     void *workspace) {
+    typedef Smem<Tile> S;
+    static const char op[] = "gk_flash_attn_fwd";
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    FwdMaskedParams x = masked_params<Tile>(ctx, a);
+    x.mask.next = (int *)workspace;
+    x.spoilt = (uint8_t *)workspace + 64;
+    gk_status status = make_tensor_map(op, attn_shape(a->q), q_box<Tile>(x), &x.q);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), S::K::box(), &x.k);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), S::V::box(), &x.v);
+    if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
+    if (status == GK_OK && S::BIAS)
+        status =
+            make_tensor_map(op, attn_shape(*gk_scores_of(a)->bias), S::Bias::box(), &x.bias_map);
+    if (status == GK_OK) status = clear_memory(op, ctx, workspace, plan->workspace_bytes);
+    if (status == GK_OK)
+        status = launch<flash_attn_fwd_masked_sm90a_kernel<T, Tile>>(
+            op, ctx, dim3((unsigned)x.schedule.blocks), S::THREADS, S::BYTES, x);
+    return status == GK_OK ? fwd_mend<T>(ctx, a, x.spoilt, S::BQ) : status;
+}
+
+/* ---- 3. table -------------------------------------------------------------------------------- */
+#define ROW(name, T, dtype, TILE)                              \
+    {name,                                                     \
+     dtype,                                                    \
+     plan_masked<TILE>,                                        \
+     run_masked<T, TILE>,                                      \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, Smem<TILE>::BYTES}, \
+     NULL}
+#define ROWS(label, TILE)                                                         \
+    ROW("flash_attn_fwd_masked_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        ROW("flash_attn_fwd_masked_sm90a_f16_" label, __half, GK_F16, TILE)
+
+typedef FwdMasked<FwdHopper128, 1, 0> Masked128;
+typedef FwdMasked<FwdHopper128, 0, 1> Biased128;
+typedef FwdMasked<FwdHopper128, 1, 1> MaskedBiased128;
+
+const gk_cuda_instance instances[] = {ROWS("d128_mask", Masked128), ROWS("d128_bias", Biased128),
+                                      ROWS("d128_mask_bias", MaskedBiased128)};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_fwd_masked_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

@@ -1,0 +1,246 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fwd_masked.cuh: what the producer of flash_attn_fwd_masked_sm90a does beside that of
+ * flash_attn_fwd_sm90a: it finds tiles by a stored mask (../../attn_mask.h), brings the words of
+ * partial blocks, and loads a bias [.., Sq, Sk].
+ *
+ * Warp 0 loads Q, K and V, warp 1 finds tiles, warp 2 brings words, warp 3 loads the bias. Words
+ * have a ring of their own: K is released by one thread of a warpgroup, before the other warps have
+ * read their words.
+ *   words.full[s]    1 arrival and the bytes of a bulk copy, or warp 2's own stores
+ *   words.empty[s]   8 arrivals, a warp of the consumers each
+ *   bias[w].full     1 arrival and the bytes; bias[w].empty: 4 arrivals, the warps of warpgroup w */
+#ifndef GPUKERN_CUDA_FWD_MASKED_CUH
+#define GPUKERN_CUDA_FWD_MASKED_CUH
+
+#include "fwd_producer.cuh"
+
+/* The list of a tile: 4 block + class. */
+__device__ __forceinline__ const uint16_t *list_of(const FwdMaskParams &m, const FwdMarks &y) {
+    return (const uint16_t *)(y.data + m.at.lists) + (int64_t)y.tile * m.tiles_k;
+}
+
+/* The blocks of a masked tile. A list is read an entry at a time: 64 entries share a line of L1,
+ * and the producer has only 24 registers. */
+template <class Tile> struct ListedBlocks {
+    const FwdMaskParams &mask;
+    __device__ __forceinline__ explicit ListedBlocks(const FwdMaskParams &m) : mask(m) {}
+    __device__ __forceinline__ int key(const FwdTile &t, int j) const {
+        return __ldg(list_of(mask, Smem<Tile>::marks_of(t)) + j) >> 2;
+    }
+    __device__ __forceinline__ int value(const FwdTile &t, int j) const { return key(t, j); }
+};
+
+/* Which head, counted through the batch, and which place in the head's order of tiles a unit of
+ * work has. */
+__device__ __forceinline__ void place_of(const FwdMaskParams &m, int unit, int *flat, int *rank) {
+    if (unit < m.first * m.tiles_q) {
+        *rank = (int)m.by_first.into((unsigned)unit);
+        *flat = unit - *rank * m.first;
+    } else {
+        const int u = unit - m.first * m.tiles_q;
+        const int group = (int)m.by_units.into((unsigned)u);
+        const int r = u - group * (int)m.by_units.by;
+        *rank = (int)m.by_width.into((unsigned)r);
+        *flat = m.first + group * (int)m.by_width.by + r - *rank * (int)m.by_width.by;
+    }
+}
+
+/* One warp describes tile after tile. It takes a tile only when a stage is free, so that a block
+ * which is busy leaves the tile to another. */
+template <class Tile>
+__device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned char *smem,
+                                            smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    const FwdMaskParams &m = x.mask;
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
+    const smem_addr count_s = smem_s + S::COUNTS;
+    st_shared_32(count_s, 0);
+#pragma unroll 1
+    for (;;) {
+        int n = (int)ld_shared_32(count_s);
+        described.wait_empty(n);
+        FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
+        int unit = laneid() == 0 ? atomicAdd(m.next, 1) : 0;
+        unit = __shfl_sync(0xffffffffu, unit, 0);
+        if (unit >= m.units) {
+            if (laneid() == 0) {
+                t.steps.blocks = -1;
+                mbarrier_arrive(described.full(n));
+            }
+            break;
+        }
+        FwdMarks &marks = S::marks_of(t);
+        int flat, rank;
+        place_of(m, unit, &flat, &rank);
+        const int b = (int)x.by_batch.into((unsigned)flat);
+        const int head = flat - b * (int)x.by_batch.by;
+        const int32_t *data = m.data + b * m.batch + head * m.head;
+        const int4 d = __ldg((const int4 *)(data + m.at.tiles) + rank);
+        const int blocks = d.x;
+        if (laneid() == 0) {
+            const int i0 = d.z * S::BQ;
+            marks.data = data;
+            marks.tile = d.z;
+            t.work = {b, head, i0, 0};
+            t.seq = x.seq;
+            t.keys.lo = 0;
+            t.keys.hi = x.seq.seq_k;
+            t.keys.tiles = blocks;
+            t.keys.plain_first = 0;
+            t.keys.plain_end = 0;
+            t.rows = min(x.seq.seq_q - i0, S::BQ);
+            t.nearest = 0;
+            t.incomplete = 0;
+            t.from = {i0, 0, (int)x.by_group.into((unsigned)head), b};
+            /* A warpgroup without rows takes part: both must count the same words. */
+            t.steps.own[0] = blocks;
+            t.steps.own[1] = blocks;
+            t.steps.own[2] = 0;
+            t.steps.blocks = blocks;
+        }
+        const uint16_t *list = (const uint16_t *)(data + m.at.lists) + (int64_t)d.z * m.tiles_k;
+#pragma unroll 1
+        for (int j = 0; j < blocks; j += 32) { /* 32 blocks, a bit each */
+            const int entry = j + laneid() < blocks ? __ldg(list + j + laneid()) : 0;
+            const bool cut = entry && entry >> 2 == m.incomplete_block;
+            const uint32_t partial = __ballot_sync(0xffffffffu, (entry & 3) > GK_BLOCK_FULL || cut);
+            if (laneid() == 0) marks.partial[j / 32] = partial;
+        }
+        __syncwarp();
+        n = (int)ld_shared_32(count_s);
+        if (laneid() == 0) mbarrier_arrive(described.full(n));
+        __syncwarp(); /* all lanes have read the count */
+        st_shared_32(count_s, n + 1);
+    }
+}
+
+/* ---- words ---- */
+/* The words of a partial block that the store does not keep, or of a full one that ends with the
+ * keys. */
+__device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequence &seq,
+                                           const FwdMarks &y, int block, bool full,
+                                           smem_addr to_s) {
+    const int j0 = block * GK_MASK_TILE, i0 = y.tile * GK_MASK_TILE, lane = laneid();
+    const int4 *source = (const int4 *)(y.data + m.at.source);
+    if (full || m.store == GK_MASK_RANGES) {
+        /* A lane's words of rows 8 w + lane / 4, one at a time: registers are few. */
+#pragma unroll 1
+        for (int w = 0; w < GK_MASK_TILE / 8; ++w) {
+            const int first = j0 + lane % 4 * 2;
+            uint32_t word;
+            if (full) {
+                word = columns_in<32>(0, seq.seq_k - first);
+            } else {
+                const int4 a = __ldg(source + min(i0 + 8 * w + lane / 4, seq.seq_q - 1));
+                word = columns_in<32>(a.x - first, a.y - first) |
+                       columns_in<32>(a.z - first, a.w - first);
+            }
+            st_shared_32(to_s + (32 * (w / 2) + lane) * 8 + 4 * (w & 1), word);
+        }
+    } else { /* a lane owns a column; a vote makes 32 of a row */
+#pragma unroll 1
+        for (int group = 0; group < 4; ++group) {
+            const int key = j0 + 32 * group + lane;
+            const int4 c = key < seq.seq_k ? __ldg(source + key) : make_int4(0, 0x7fffffff, 0, 0);
+#pragma unroll 1
+            for (int r = 0; r < GK_MASK_TILE; ++r) {
+                const int i = i0 + r;
+                const bool hidden = (i >= c.x && i < c.y) || (i >= c.z && i < c.w);
+                const uint32_t bits = __ballot_sync(0xffffffffu, !hidden);
+                const uint32_t byte = (bits >> 2 * lane & 0x03030303u) * 0x01041040u >> 24;
+                if (lane < 4)
+                    st_shared_8(to_s + 4 * (gk_mask_word_of(r) + 2 * lane) + group, (uint8_t)byte);
+            }
+        }
+    }
+    fence_proxy_async(); /* these stores come before a later bulk copy into the stage */
+    __syncwarp();
+}
+
+/* One warp brings the words of partial blocks. */
+template <class Tile>
+__device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTile *tiles,
+                                           smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    const FwdMaskParams &m = x.mask;
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::WORDS_STAGES> ring = {smem_s + S::WORDS_RING};
+    const smem_addr count_s = smem_s + S::COUNTS + 4;
+    st_shared_32(count_s, 0);
+    int taken = 0;
+#pragma unroll 1
+    for (;;) {
+        int n = (int)ld_shared_32(count_s);
+        described.wait_full(n);
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
+        const FwdMarks &y = S::marks_of(t);
+        if (t.steps.blocks < 0) break;
+        int kept = 0;
+#pragma unroll 1
+        for (int j = 0; j < t.steps.blocks; ++j) {
+            if (!y.is_partial(j)) continue;
+            const int entry = __ldg(list_of(m, y) + j);
+            const smem_addr to_s = smem_s + S::WORDS_AT + ring.stage(taken) * S::WORDS_BYTES;
+            ring.wait_empty(taken);
+            if ((entry & 3) == GK_BLOCK_WORDS) {
+                const int64_t slot = m.store == GK_MASK_DENSE
+                                         ? (int64_t)y.tile * m.tiles_k + (entry >> 2)
+                                         : (int64_t)y.tile * GK_MASK_KEPT + kept;
+                ++kept;
+                if (laneid() == 0) {
+                    mbarrier_arrive_expect_tx(ring.full(taken), S::WORDS_BYTES);
+                    bulk_load(to_s, y.data + m.at.words + slot * GK_MASK_BLOCK_INTS, S::WORDS_BYTES,
+                              ring.full(taken));
+                }
+            } else {
+                make_words(m, x.seq, y, entry >> 2, (entry & 3) == GK_BLOCK_FULL, to_s);
+                if (laneid() == 0) mbarrier_arrive(ring.full(taken));
+            }
+            ++taken;
+            __syncwarp();
+        }
+        __syncwarp(); /* all lanes have read t */
+        n = (int)ld_shared_32(count_s);
+        if (laneid() == 0) mbarrier_arrive(described.empty(n));
+        __syncwarp(); /* all lanes have read the count */
+        st_shared_32(count_s, n + 1);
+    }
+}
+
+/* ---- bias ---- */
+/* One thread loads the bias of each warpgroup's rows, a block at a time. */
+template <class Tile>
+__device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTile *tiles,
+                                          smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
+    int taken[2] = {0, 0};
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+        described.wait_full(n);
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
+        const int4 steps = *(const int4 *)&t.steps;
+        if (steps.w < 0) break;
+        const int b = t.from.b * x.bias.of_batch, head = t.work.head * x.bias.of_head;
+#pragma unroll 1
+        for (int j = 0; j < steps.w; ++j) {
+            int block = j;
+            if constexpr (S::MASK) block = __ldg(list_of(x.mask, S::marks_of(t)) + j) >> 2;
+            const int col = t.keys.lo + block * Tile::BKV;
+#pragma unroll
+            for (int w = 0; w < 2; ++w) {
+                if (j >= (w ? steps.y : steps.x)) continue;
+                const tma_steps<1> ring = {smem_s + S::BIAS_RING + 16 * w};
+                ring.wait_empty(taken[w]);
+                mbarrier_arrive_expect_tx(ring.full(taken[w]), S::Bias::bytes);
+                load_panels<typename S::Bias>(smem_s + S::BIAS_AT + w * S::Bias::bytes, &x.bias_map,
+                                              t.work.i0 + 64 * w, head, b, ring.full(taken[w]),
+                                              col);
+                ++taken[w];
+            }
+        }
+        mbarrier_arrive(described.empty(n));
+    }
+}
+
+#endif

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Masks and biases of flash_attn on CUDA: the builder against the CPU's; attention and its gradients
+against the reference in float64 on the CPU."""
+
+import math
+
+import pytest
+import torch
+
+import torch_gpukern as gk
+from torch_gpukern import reference
+from torch_gpukern.ops.attn_mask import Layout
+
+pytestmark = pytest.mark.gpu
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TOLERANCE = {BF16: 8e-3, F16: 2e-3, F32: 2e-5, F64: 1e-11}
+
+
+def draw(shape, dtype=F32, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=gen).to(dtype)
+
+
+def bools(*shape, share=0.5, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=gen) < share
+
+
+def near(got, expected, dtype):
+    got, expected = got.double().cpu(), expected.double()
+    assert torch.equal(got == -math.inf, expected == -math.inf)
+    finite = expected.isfinite()
+    error = (got[finite] - expected[finite]).norm()
+    assert error <= TOLERANCE[dtype] * max(expected[finite].norm(), 1.0)
+
+
+def lists_of(mask):
+    """What kernels read of a stored mask besides bits: tiles in their order, with their lists."""
+    at, data, found = Layout(mask.store, mask.seq_q, mask.seq_k, False), mask.data.cpu(), []
+    n, m = at.tiles_q, at.tiles_k
+    tiles = data[..., at.tiles : at.tiles + 4 * n].unflatten(-1, (n, 4)).flatten(0, 1)
+    entries = data[..., at.lists : at.words].contiguous().view(torch.int16)[..., : n * m]
+    for own, of in zip(tiles.tolist(), entries.unflatten(-1, (n, m)).flatten(0, 1), strict=True):
+        found += [(tile, full, of[tile, :count].tolist()) for count, full, tile, _ in own]
+    return found
+
+
+def masks(seq_q, seq_k):
+    """Name, how it is made, and what it is made of."""
+    gen = torch.Generator().manual_seed(1)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=gen, dtype=torch.int32)
+
+    key = torch.arange(seq_k, dtype=torch.int32)
+    yield "bools", gk.attn_mask_of, (bools(2, 1, seq_q, seq_k),), {}
+    yield "few", gk.attn_mask_of, (bools(2, 4, seq_q, seq_k, share=0.003),), {}
+    yield "nothing", gk.attn_mask_of, (torch.zeros(1, 1, seq_q, seq_k, dtype=torch.bool),), {}
+    yield "ranges", gk.attn_mask_ranges, (integers(-9, seq_k + 9, 1, 4, seq_q, 4), seq_k), {}
+    columns = torch.stack([key + integers(0, 300, seq_k), key + integers(0, 600, seq_k)], -1)
+    yield "columns", gk.attn_mask_columns, (columns[None, None], seq_q), {"is_causal": True}
+
+
+@pytest.mark.parametrize("lengths", [(640, 640), (333, 1291), (37, 200)])
+@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_masks(lengths, which, dtype):
+    name, make, args, options = list(masks(*lengths))[which]
+    here = make(*args, **options)
+    there = make(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args), **options)
+    assert torch.equal(here.dense(), there.dense().cpu()), name
+    assert lists_of(here) == lists_of(there), name
+    q, k, v = (
+        draw((2, h, n, 128), dtype, seed)
+        for seed, (h, n) in enumerate([(4, lengths[0]), (2, lengths[1])] + [(2, lengths[1])])
+    )
+    out, lse = gk.flash_attn(q.cuda(), k.cuda(), v.cuda(), attn_mask=there, return_lse=True)
+    expected, expected_lse = reference.flash_attn(
+        q.double(), k.double(), v.double(), attn_mask=here, return_lse=True
+    )
+    near(out, expected, dtype)
+    near(lse, expected_lse, dtype)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 4, 300, 384), (2, 1, 300, 384), (2, 4, 1, 384), (1, 1, 300, 1)]
+)
+@pytest.mark.parametrize("dtype", [BF16, F16, F64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_biases(shape, dtype, masked):
+    q, k, v = (
+        draw((2, h, n, 64), dtype, seed)
+        for seed, (h, n) in enumerate([(4, 300), (2, 384), (2, 384)])
+    )
+    bias = 3 * draw(shape, dtype, 9)
+    if shape[3] > 1:
+        bias[..., ::3] = -math.inf
+        bias[..., 1::7] = torch.finfo(dtype).min
+    mask = bools(1, 1, 300, 384) if masked else None
+    out = gk.flash_attn(
+        q.cuda(),
+        k.cuda(),
+        v.cuda(),
+        attn_mask=None if mask is None else mask.cuda(),
+        bias=bias.cuda(),
+    )
+    wide = torch.where(bias <= torch.finfo(dtype).min, -math.inf, bias.double())
+    near(
+        out,
+        reference.flash_attn(q.double(), k.double(), v.double(), attn_mask=mask, bias=wide),
+        dtype,
+    )
+
+
+def test_gradients():
+    shapes = [(2, 4, 70, 32), (2, 2, 150, 32), (2, 2, 150, 32), (1, 4, 1, 150), (4, 219)]
+    here = [draw(shape, F64, seed).requires_grad_() for seed, shape in enumerate(shapes)]
+    there = [x.detach().cuda().requires_grad_() for x in here]
+    mask = bools(2, 4, 70, 150)
+    for attend, leaves, hidden in (
+        (reference.flash_attn, here, mask),
+        (gk.flash_attn, there, mask.cuda()),
+    ):
+        q, k, v, bias, distance = leaves
+        out = attend(q, k, v, attn_mask=hidden, bias=bias, distance_bias=distance, softcap=5.0)
+        (out * draw(out.shape, F64, 11).to(out.device)).sum().backward()
+    for x, y in zip(here, there, strict=True):
+        near(y.grad, x.grad, F64)
+
+
+def test_hidden_keys_may_hold_nan():
+    q, k, v = (draw((1, 4, 300, 128), BF16, seed).cuda() for seed in range(3))
+    mask = bools(1, 1, 300, 300).cuda()
+    out = gk.flash_attn(q, k, v, attn_mask=mask)
+    k, v = k.clone(), v.clone()
+    v[:, :, 77] = math.nan
+    k[:, :, 200] = math.nan
+    hidden = ~mask[0, 0, :, 77] & ~mask[0, 0, :, 200]
+    found = gk.flash_attn(q, k, v, attn_mask=mask)
+    near(found[:, :, hidden], out[:, :, hidden].cpu(), BF16)
+    assert found[:, :, mask[0, 0, :, 77]].isnan().all()
+
+
+def test_a_row_stands_alone():
+    q, k, v = (draw((1, 4, 640, 128), BF16, seed).cuda() for seed in range(3))
+    one, other = bools(1, 1, 640, 640).cuda(), bools(1, 1, 640, 640, share=0.02, seed=1).cuda()
+    other[:, :, :, :128] = False
+    other[:, :, 5::7] = one[:, :, 5::7]
+    a, b = gk.flash_attn(q, k, v, attn_mask=one), gk.flash_attn(q, k, v, attn_mask=other)
+    assert torch.equal(a[:, :, 5::7], b[:, :, 5::7])
