@@ -170,7 +170,7 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
     attn_block(&job->attn, &lanes, &keys, (float)job->args->fwd.rules.scale, v_power, scratch);
 }
 
-/* ---- the row of tables.c --------------------------------------------------------------------- */
+/* ---- the instance of tables.c ---------------------------------------------------------------- */
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     fp8_job *job = GK_OWN(fp8_job, to);
     *job = job_make(args);
