@@ -310,6 +310,12 @@ gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8
                                   gk_io *io) {
     const gk_flash_attn_args *f = &a->fwd;
     const gk_dtype dtype = f->out.dtype;
+    /* The longer structs of gk_flash_attn_fwd do not fit into args.fwd. Kernels pass it on to float
+     * attention, which would read them. */
+    GK_REQUIRE(f->size <= sizeof *f,
+               "fwd.size is %zu, expected at most %zu: attn_mask, bias, distance_bias and results "
+               "that accumulate are not supported where q is float8_e4m3fn",
+               f->size, sizeof *f);
     GK_TRY(check_qkv(ctx, f, io, true));
     const form *x = form_of(f);
     const int64_t batch = batch_of(f), heads_kv = f->k.shape[1];
@@ -368,28 +374,31 @@ static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) 
     return pairs;
 }
 
-static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double products,
-                      gk_explanation *out) {
+/* Each pair of a query and a key that meet costs `q_flops` FLOPs a column of q and `v_flops` a
+ * column of v. */
+static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double q_flops,
+                      double v_flops, gk_explanation *out) {
     const int last = f->q.ndim - 1;
     out->bytes = gk_tensor_bytes(&f->q) + gk_tensor_bytes(&f->k) + gk_tensor_bytes(&f->v) +
                  gk_tensor_bytes(&f->out) + gk_tensor_bytes(&f->lse);
-    out->flops = products * visible_pairs(ctx, f) * (double)f->q.shape[1] *
-                 (double)(f->q.shape[last] + f->v.shape[last]);
+    out->flops = visible_pairs(ctx, f) * (double)f->q.shape[1] *
+                 (q_flops * (double)f->q.shape[last] + v_flops * (double)f->v.shape[last]);
 }
 
 void gk_cost_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args,
                             gk_explanation *out) {
-    attn_cost(ctx, args, 2, out);
+    attn_cost(ctx, args, 2, 2, out);
 }
 
 void gk_cost_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *args,
                             gk_explanation *out) {
-    attn_cost(ctx, &args->fwd, 2, out);
+    attn_cost(ctx, &args->fwd, 2, 2, out);
 }
 
 void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args,
                             gk_explanation *out) {
-    attn_cost(ctx, &args->fwd, 5, out); /* five products, counted as 2.5 times the forward */
+    /* scores, dq and dk have q's columns; dp and dv have v's */
+    attn_cost(ctx, &args->fwd, 6, 4, out);
     out->bytes += gk_tensor_bytes(&args->grad_out) + gk_tensor_bytes(&args->dq) +
                   gk_tensor_bytes(&args->dk) + gk_tensor_bytes(&args->dv);
 }

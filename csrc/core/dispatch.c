@@ -117,14 +117,13 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t)
-        if (runs_on(tables[t], gpu) && gk_cuda_takes(tables[t], op, args) &&
+        if (runs_on(tables[t], gpu) && gk_cuda_takes(op, t, args) &&
             plan_table(tables[t], ctx, dtype, args, plan))
             return GK_OK;
     if (num_tables == 0)
         return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
     for (int t = 0; t < num_tables; ++t)
-        if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) &&
-            gk_cuda_takes(tables[t], op, args))
+        if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) && gk_cuda_takes(op, t, args))
             return gk_fail(GK_ERR_UNSUPPORTED,
                            "no kernel for %s on cuda:%d (%s) serves a call of these sizes; "
                            "use smaller ones",

@@ -42,9 +42,9 @@ static inline double gk_tensor_bytes(const gk_tensor *t) {
 /* cuda/tables.c: the tables of an op, best first. The first table that plans a call on the device's
  * architecture serves it. */
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
-/* True if a table's kernels are for this kind of call: calls with dropout, for example, have
- * kernels of their own. */
-bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args);
+/* True if the kernels of a table, by its place in gk_cuda_tables, are for this kind of call: calls
+ * with dropout, for example, have kernels of their own. */
+bool gk_cuda_takes(gk_op op, int table, const void *args);
 /* NULL with a failure text if the context's device does not exist. */
 const gk_gpu *gk_dispatch_gpu(const gk_context *ctx);
 gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype,

@@ -33,7 +33,7 @@ static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
     }                                                                                    \
     static const gk_cpu_kernel stem##_ref = {plan_ref, ref_##stem};
 #include "../core/ops.def"
-#define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
+#define REF_INSTANCE(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
 
 /* ---- the instances --------------------------------------------------------------------------- */
 #define DECLARE(stem)                                                                  \
@@ -77,13 +77,15 @@ DECLARE(cross_entropy_bwd)
 DECLARE(dropout)
 DECLARE(adamw)
 
-#define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
-#define THREE(stem, ISA, isa) \
-    ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
+#define INSTANCE(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
+#define THREE(stem, ISA, isa)                                            \
+    INSTANCE(stem, GK_F32, ISA, isa), INSTANCE(stem, GK_BF16, ISA, isa), \
+        INSTANCE(stem, GK_F16, ISA, isa)
 /* vnni: int8 with VPDPBUSD. The set's name does not imply VPDPBUSD, so the kernel checks for it. */
-#define CODES_VNNI(stem, ISA, isa) ROW(stem##_vnni, GK_I8, ISA, isa), CODES(stem, ISA, isa)
-#define CODES(stem, ISA, isa) \
-    ROW(stem, GK_E4M3, ISA, isa), ROW(stem, GK_E5M2, ISA, isa), ROW(stem, GK_I8, ISA, isa)
+#define CODES_VNNI(stem, ISA, isa) INSTANCE(stem##_vnni, GK_I8, ISA, isa), CODES(stem, ISA, isa)
+#define CODES(stem, ISA, isa)                                             \
+    INSTANCE(stem, GK_E4M3, ISA, isa), INSTANCE(stem, GK_E5M2, ISA, isa), \
+        INSTANCE(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
 /* avx512bf16 multiplies 8-bit codes as pairs of bfloat16 */
 #define EVERY_ISA_OF_CODES(stem)                                                    \
@@ -92,103 +94,110 @@ DECLARE(adamw)
 #define EVERY_ISA_OF_INT8(stem)                                                               \
     CODES_VNNI(stem, GK_ISA_AVX512BF16, avx512bf16), CODES_VNNI(stem, GK_ISA_AVX512, avx512), \
         CODES_VNNI(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
-#define EVERY_ISA_OF_E4M3(stem)                                                                   \
-    ROW(stem, GK_E4M3, GK_ISA_AVX512BF16, avx512bf16), ROW(stem, GK_E4M3, GK_ISA_AVX512, avx512), \
-        ROW(stem, GK_E4M3, GK_ISA_AVX2, avx2), ROW(stem, GK_E4M3, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_E4M3(stem)                             \
+    INSTANCE(stem, GK_E4M3, GK_ISA_AVX512BF16, avx512bf16), \
+        INSTANCE(stem, GK_E4M3, GK_ISA_AVX512, avx512),     \
+        INSTANCE(stem, GK_E4M3, GK_ISA_AVX2, avx2), INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
 /* codes that are multiplied as float32 */
-#define EVERY_ISA_OF_FLOATS(stem)                                                     \
-    ROW(stem, GK_E4M3, GK_ISA_AVX512, avx512), ROW(stem, GK_E4M3, GK_ISA_AVX2, avx2), \
-        ROW(stem, GK_E4M3, GK_ISA_BASE, base)
-#define EVERY_ISA(stem)                                                                    \
-    ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
+#define EVERY_ISA_OF_FLOATS(stem)                                                               \
+    INSTANCE(stem, GK_E4M3, GK_ISA_AVX512, avx512), INSTANCE(stem, GK_E4M3, GK_ISA_AVX2, avx2), \
+        INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
+#define EVERY_ISA(stem)                                                                         \
+    INSTANCE(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
 /* in each ISA `first` stands before `second`: `first` serves the calls that it can plan */
-#define EITHER(first, second)                                                                     \
-    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                                           \
-        ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(first, GK_ISA_AVX512, avx512), \
-        THREE(second, GK_ISA_AVX512, avx512), THREE(first, GK_ISA_AVX2, avx2),                    \
-        THREE(second, GK_ISA_AVX2, avx2), THREE(first, GK_ISA_BASE, base),                        \
-        THREE(second, GK_ISA_BASE, base)
+#define EITHER(first, second)                                                      \
+    INSTANCE(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                       \
+        INSTANCE(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                  \
+        THREE(first, GK_ISA_AVX512, avx512), THREE(second, GK_ISA_AVX512, avx512), \
+        THREE(first, GK_ISA_AVX2, avx2), THREE(second, GK_ISA_AVX2, avx2),         \
+        THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #else
 #define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem) CODES(stem, GK_ISA_BASE, base)
-#define EVERY_ISA_OF_E4M3(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
-#define EVERY_ISA_OF_FLOATS(stem) ROW(stem, GK_E4M3, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_E4M3(stem) INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_FLOATS(stem) INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA(stem) THREE(stem, GK_ISA_BASE, base)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
 /* Products on AMX tiles, and on their emulation. */
 #if defined(GK_HAS_AMX)
-#define TILES_OF(stem, dtype) \
-    ROW(stem, dtype, GK_ISA_AMX, amx), ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
+#define TILES_OF(stem, dtype)               \
+    INSTANCE(stem, dtype, GK_ISA_AMX, amx), \
+        INSTANCE(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
 #elif defined(GK_X86_ISAS)
-#define TILES_OF(stem, dtype) ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
+#define TILES_OF(stem, dtype) INSTANCE(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
 #else
 #define TILES_OF(stem, dtype)
 #endif
 #define ON_TILES(stem) TILES_OF(stem, GK_BF16)
 
-static const gk_cpu_instance gemm_rows[] = {ON_TILES(gemm_packed) EITHER(gemm_skinny, gemm_packed),
-                                            REF_ROW(gemm)};
-static const gk_cpu_instance gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
-static const gk_cpu_instance flash_attn_fwd_rows[] = {
-    ON_TILES(flash_attn_fwd) EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
-static const gk_cpu_instance flash_attn_bwd_rows[] = {
-    ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};
-static const gk_cpu_instance flash_attn_fp8_rows[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
-static const gk_cpu_instance paged_attn_rows[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn),
-                                                  REF_ROW(paged_attn)};
-static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write),
-                                                      REF_ROW(kv_cache_write)};
-static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write),
-                                                     REF_ROW(rope_kv_write)};
-static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
-static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};
-static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};
-static const gk_cpu_instance scaled_gemm_rows[] = {TILES_OF(scaled_gemm, GK_I8)
-                                                       EVERY_ISA_OF_INT8(scaled_gemm)};
+static const gk_cpu_instance gemm_instances[] = {
+    ON_TILES(gemm_packed) EITHER(gemm_skinny, gemm_packed), REF_INSTANCE(gemm)};
+static const gk_cpu_instance gemm_act_bwd_instances[] = {EVERY_ISA(gemm_act_bwd),
+                                                         REF_INSTANCE(gemm_act_bwd)};
+static const gk_cpu_instance flash_attn_fwd_instances[] = {
+    ON_TILES(flash_attn_fwd) EVERY_ISA(flash_attn_fwd), REF_INSTANCE(flash_attn_fwd)};
+static const gk_cpu_instance flash_attn_bwd_instances[] = {
+    ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd), REF_INSTANCE(flash_attn_bwd)};
+static const gk_cpu_instance flash_attn_fp8_instances[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
+static const gk_cpu_instance paged_attn_instances[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn),
+                                                       REF_INSTANCE(paged_attn)};
+static const gk_cpu_instance kv_cache_write_instances[] = {EVERY_ISA(kv_cache_write),
+                                                           REF_INSTANCE(kv_cache_write)};
+static const gk_cpu_instance rope_kv_write_instances[] = {EVERY_ISA(rope_kv_write),
+                                                          REF_INSTANCE(rope_kv_write)};
+static const gk_cpu_instance attn_merge_instances[] = {EVERY_ISA(attn_merge),
+                                                       REF_INSTANCE(attn_merge)};
+static const gk_cpu_instance quantize_instances[] = {EVERY_ISA(quantize), REF_INSTANCE(quantize)};
+static const gk_cpu_instance dequantize_instances[] = {EVERY_ISA(dequantize),
+                                                       REF_INSTANCE(dequantize)};
+static const gk_cpu_instance scaled_gemm_instances[] = {TILES_OF(scaled_gemm, GK_I8)
+                                                            EVERY_ISA_OF_INT8(scaled_gemm)};
 /* packing involves no arithmetic, so ref/ serves every dtype */
-static const gk_cpu_instance pack_weight_rows[] = {
+static const gk_cpu_instance pack_weight_instances[] = {
     {"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
     {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
     {"pack_weight", GK_E4M3, GK_ISA_BASE, &pack_weight_ref}};
-static const gk_cpu_instance unpack_weight_rows[] = {
+static const gk_cpu_instance unpack_weight_instances[] = {
     {"unpack_weight", GK_U8, GK_ISA_BASE, &unpack_weight_ref}};
-static const gk_cpu_instance weight_gemm_rows[] = {EITHER(weight_skinny, weight_gemm),
-                                                   EVERY_ISA_OF_E4M3(weight_gemm)};
-static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm),
-                                                    EVERY_ISA_OF_CODES(grouped_gemm)};
+static const gk_cpu_instance weight_gemm_instances[] = {EITHER(weight_skinny, weight_gemm),
+                                                        EVERY_ISA_OF_E4M3(weight_gemm)};
+static const gk_cpu_instance grouped_gemm_instances[] = {EVERY_ISA(grouped_gemm),
+                                                         EVERY_ISA_OF_CODES(grouped_gemm)};
 #define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
-static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16),
-                                                   SPARSE_PACK(GK_E4M3), SPARSE_PACK(GK_E5M2),
-                                                   SPARSE_PACK(GK_I8)};
-static const gk_cpu_instance sparse_gemm_rows[] = {
+static const gk_cpu_instance sparse_pack_instances[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16),
+                                                        SPARSE_PACK(GK_E4M3), SPARSE_PACK(GK_E5M2),
+                                                        SPARSE_PACK(GK_I8)};
+static const gk_cpu_instance sparse_gemm_instances[] = {
     TILES_OF(sparse_gemm, GK_I8) EVERY_ISA(sparse_gemm), EVERY_ISA_OF_INT8(sparse_gemm)};
-static const gk_cpu_instance norm_fwd_rows[] = {EVERY_ISA(norm_fwd), REF_ROW(norm_fwd)};
-static const gk_cpu_instance norm_bwd_rows[] = {EVERY_ISA(norm_bwd), REF_ROW(norm_bwd)};
-static const gk_cpu_instance softmax_fwd_rows[] = {EVERY_ISA(softmax_fwd), REF_ROW(softmax_fwd)};
-static const gk_cpu_instance softmax_bwd_rows[] = {EVERY_ISA(softmax_bwd), REF_ROW(softmax_bwd)};
-static const gk_cpu_instance glu_fwd_rows[] = {EVERY_ISA(glu_fwd), REF_ROW(glu_fwd)};
-static const gk_cpu_instance glu_bwd_rows[] = {EVERY_ISA(glu_bwd), REF_ROW(glu_bwd)};
-static const gk_cpu_instance rope_rows[] = {EVERY_ISA(rope), REF_ROW(rope)};
-static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy_fwd),
-                                                         REF_ROW(cross_entropy_fwd)};
-static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd),
-                                                         REF_ROW(cross_entropy_bwd)};
-static const gk_cpu_instance dropout_rows[] = {EVERY_ISA(dropout), REF_ROW(dropout)};
+static const gk_cpu_instance norm_fwd_instances[] = {EVERY_ISA(norm_fwd), REF_INSTANCE(norm_fwd)};
+static const gk_cpu_instance norm_bwd_instances[] = {EVERY_ISA(norm_bwd), REF_INSTANCE(norm_bwd)};
+static const gk_cpu_instance softmax_fwd_instances[] = {EVERY_ISA(softmax_fwd),
+                                                        REF_INSTANCE(softmax_fwd)};
+static const gk_cpu_instance softmax_bwd_instances[] = {EVERY_ISA(softmax_bwd),
+                                                        REF_INSTANCE(softmax_bwd)};
+static const gk_cpu_instance glu_fwd_instances[] = {EVERY_ISA(glu_fwd), REF_INSTANCE(glu_fwd)};
+static const gk_cpu_instance glu_bwd_instances[] = {EVERY_ISA(glu_bwd), REF_INSTANCE(glu_bwd)};
+static const gk_cpu_instance rope_instances[] = {EVERY_ISA(rope), REF_INSTANCE(rope)};
+static const gk_cpu_instance cross_entropy_fwd_instances[] = {EVERY_ISA(cross_entropy_fwd),
+                                                              REF_INSTANCE(cross_entropy_fwd)};
+static const gk_cpu_instance cross_entropy_bwd_instances[] = {EVERY_ISA(cross_entropy_bwd),
+                                                              REF_INSTANCE(cross_entropy_bwd)};
+static const gk_cpu_instance dropout_instances[] = {EVERY_ISA(dropout), REF_INSTANCE(dropout)};
 /* no arithmetic either: ref/ serves it */
-static const gk_cpu_instance attn_mask_rows[] = {
+static const gk_cpu_instance attn_mask_instances[] = {
     {"attn_mask", GK_I32, GK_ISA_BASE, &attn_mask_ref}};
-static const gk_cpu_instance adamw_rows[] = {EVERY_ISA(adamw), REF_ROW(adamw)};
+static const gk_cpu_instance adamw_instances[] = {EVERY_ISA(adamw), REF_INSTANCE(adamw)};
 
-const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
+const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_instances) {
     switch (op) {
-#define OP(NAME, stem, arguments, first)                               \
-    case GK_OP_##NAME:                                                 \
-        *num_rows = (int)(sizeof stem##_rows / sizeof stem##_rows[0]); \
-        return stem##_rows;
+#define OP(NAME, stem, arguments, first)                                              \
+    case GK_OP_##NAME:                                                                \
+        *num_instances = (int)(sizeof stem##_instances / sizeof stem##_instances[0]); \
+        return stem##_instances;
 #include "../core/ops.def"
-    default: *num_rows = 0; return NULL;
+    default: *num_instances = 0; return NULL;
     }
 }

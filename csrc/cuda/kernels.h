@@ -39,6 +39,15 @@ int32_t gk_described_gpu(const char *arch);
 int32_t gk_gpu_enter(int32_t index);
 void gk_gpu_leave(int32_t before);
 
+/* True if a grid may have this many blocks along x. Plans refuse larger calls with it. */
+static inline bool gk_grid_fits(int64_t blocks) { return blocks <= INT32_MAX; }
+
+/* Clusters of `blocks` blocks that run at once where `held` blocks do: at least 1, because a limit
+ * on SMs may leave fewer than a cluster has blocks. */
+static inline int64_t gk_clusters_of(int64_t held, int64_t blocks) {
+    return gk_max_i64(1, held / blocks);
+}
+
 /* One instance of a kernel. `args` is the op's argument struct of gpukern.h. It has been
  * checked, and no tensor is empty unless the op allows it. */
 typedef struct gk_cuda_instance gk_cuda_instance;

@@ -11,23 +11,8 @@ extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table,
     gk_gemm_plain_table;
 extern const gk_cuda_table gk_gemm_act_bwd_table;
-extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table, gk_flash_attn_fwd_masked_sm90a_table;
-extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table,
-    gk_flash_attn_fwd_plain_table;
-extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
-extern const gk_cuda_table gk_flash_attn_fwd_scores_sm80_table, gk_flash_attn_bwd_scores_sm80_table;
-extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table,
-    gk_flash_attn_fwd_partial_plain_table;
-extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table,
-    gk_flash_attn_bwd_partial_sm80_table, gk_flash_attn_bwd_partial_plain_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
     gk_flash_attn_fp8_sm80_table;
-extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
-extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table,
-    gk_flash_attn_bwd_plain_table;
-extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table,
-    gk_paged_attn_sm90a_table, gk_paged_latent_sm90a_table, gk_paged_attn_sm80_table,
-    gk_paged_attn_f32_table, gk_paged_attn_plain_table;
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
@@ -55,30 +40,75 @@ extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
+/* What a call of attention may ask for. PARTIAL: a result wider than q, or one that is merged with
+ * the contents of out; in the backward pass, gradients wider than q. DROPS: dropout. SCORES: a mask
+ * or a bias. INVARIANT: bits of a sequence that do not depend on the other sequences. */
+enum {
+    PARTIAL = 1,
+    DROPS = 2,
+    SCORES = 4,
+    INVARIANT = 8
+};
+
+/* The tables of attention, best first: X(name, needs, allows). A table serves calls that ask for
+ * all of `needs` and for nothing beyond `allows`. */
+#define FLASH_ATTN_FWD(X)                                           \
+    X(flash_attn_fwd_masked_sm90a, SCORES, SCORES | PARTIAL)        \
+    X(flash_attn_fwd_scores_sm80, SCORES, SCORES | DROPS | PARTIAL) \
+    X(flash_attn_fwd_partial_sm90a, PARTIAL, PARTIAL)               \
+    X(flash_attn_fwd_sm90a, 0, PARTIAL)                             \
+    X(flash_attn_fwd_sm80, 0, PARTIAL)                              \
+    X(flash_attn_fwd_drop_sm80, DROPS, DROPS | PARTIAL)             \
+    X(flash_attn_fwd_simt, 0, PARTIAL)                              \
+    X(flash_attn_fwd_plain, 0, DROPS | SCORES)                      \
+    X(flash_attn_fwd_partial_plain, PARTIAL, DROPS | PARTIAL | SCORES)
+#define FLASH_ATTN_BWD(X)                                 \
+    X(flash_attn_bwd_scores_sm80, SCORES, SCORES | DROPS) \
+    X(flash_attn_bwd_sm90a, 0, 0)                         \
+    X(flash_attn_bwd_wide_sm90a, 0, 0)                    \
+    X(flash_attn_bwd_sm80, 0, 0)                          \
+    X(flash_attn_bwd_drop_sm80, DROPS, DROPS)             \
+    X(flash_attn_bwd_simt, 0, 0)                          \
+    X(flash_attn_bwd_plain, 0, DROPS | SCORES)            \
+    X(flash_attn_bwd_partial_sm90a, PARTIAL, PARTIAL)     \
+    X(flash_attn_bwd_partial_sm80, PARTIAL, PARTIAL)      \
+    X(flash_attn_bwd_partial_plain, PARTIAL, DROPS | PARTIAL)
+#define PAGED_ATTN(X)                  \
+    X(paged_prefill_sm90a, 0, 0)       \
+    X(paged_prefill_relay_sm90a, 0, 0) \
+    X(paged_attn_sm90a, 0, INVARIANT)  \
+    X(paged_latent_sm90a, 0, 0)        \
+    X(paged_attn_sm80, 0, 0)           \
+    X(paged_attn_f32, 0, 0)            \
+    X(paged_attn_plain, 0, INVARIANT)
+
+#define DECLARED(name, needs, allows) extern const gk_cuda_table gk_##name##_table;
+FLASH_ATTN_FWD(DECLARED)
+FLASH_ATTN_BWD(DECLARED)
+PAGED_ATTN(DECLARED)
+#undef DECLARED
+#define LISTED(name, needs, allows) &gk_##name##_table,
+static const gk_cuda_table *const flash_attn_fwd_tables[] = {FLASH_ATTN_FWD(LISTED)};
+static const gk_cuda_table *const flash_attn_bwd_tables[] = {FLASH_ATTN_BWD(LISTED)};
+static const gk_cuda_table *const paged_attn_tables[] = {PAGED_ATTN(LISTED)};
+#undef LISTED
+#define ASKS(name, needs, allows) {needs, allows},
+typedef struct asks {
+    int needs, allows;
+} asks;
+static const asks flash_attn_fwd_asks[] = {FLASH_ATTN_FWD(ASKS)};
+static const asks flash_attn_bwd_asks[] = {FLASH_ATTN_BWD(ASKS)};
+static const asks paged_attn_asks[] = {PAGED_ATTN(ASKS)};
+#undef ASKS
+
 /* gk_gemm_sm90a_table also plans for the next three tables. */
 static const gk_cuda_table *const gemm_tables[] = {
     &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
     &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
     &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
-static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_masked_sm90a_table,  &gk_flash_attn_fwd_scores_sm80_table,
-    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
-    &gk_flash_attn_fwd_sm80_table,          &gk_flash_attn_fwd_drop_sm80_table,
-    &gk_flash_attn_fwd_simt_table,          &gk_flash_attn_fwd_plain_table,
-    &gk_flash_attn_fwd_partial_plain_table};
-static const gk_cuda_table *const flash_attn_bwd_tables[] = {
-    &gk_flash_attn_bwd_scores_sm80_table,  &gk_flash_attn_bwd_sm90a_table,
-    &gk_flash_attn_bwd_wide_sm90a_table,   &gk_flash_attn_bwd_sm80_table,
-    &gk_flash_attn_bwd_drop_sm80_table,    &gk_flash_attn_bwd_simt_table,
-    &gk_flash_attn_bwd_plain_table,        &gk_flash_attn_bwd_partial_sm90a_table,
-    &gk_flash_attn_bwd_partial_sm80_table, &gk_flash_attn_bwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
-static const gk_cuda_table *const paged_attn_tables[] = {
-    &gk_paged_prefill_sm90a_table, &gk_paged_prefill_relay_sm90a_table, &gk_paged_attn_sm90a_table,
-    &gk_paged_latent_sm90a_table,  &gk_paged_attn_sm80_table,           &gk_paged_attn_f32_table,
-    &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
@@ -129,55 +159,27 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     }
 }
 
-/* Partial results: a result wider than q, or merged with the contents of out. In the forward
- * pass, every kernel except the plain one can make them. Gradients of partial results have
- * kernels of their own. */
-static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *a,
-                          const gk_flash_attn_bwd_args *g) {
-    if (!g) {
-        const bool partial = gk_accumulates(a) || a->out.dtype != a->q.dtype;
-        if (table == &gk_flash_attn_fwd_plain_table) return !partial;
-        const bool own = table == &gk_flash_attn_fwd_partial_sm90a_table ||
-                         table == &gk_flash_attn_fwd_partial_plain_table;
-        return partial || !own;
+bool gk_cuda_takes(gk_op op, int table, const void *args) {
+    int asked = 0;
+    const asks *x;
+    if (op == GK_OP_FLASH_ATTN_FWD) {
+        const gk_flash_attn_args *a = args;
+        x = &flash_attn_fwd_asks[table];
+        if (a->out.dtype != a->q.dtype || gk_accumulates(a)) asked |= PARTIAL;
+        if (a->dropout_p > 0) asked |= DROPS;
+        if (gk_scores_of(a)) asked |= SCORES;
+    } else if (op == GK_OP_FLASH_ATTN_BWD) {
+        const gk_flash_attn_bwd_args *g = args;
+        x = &flash_attn_bwd_asks[table];
+        if (g->dq.dtype != g->fwd.q.dtype) asked |= PARTIAL;
+        if (g->fwd.dropout_p > 0) asked |= DROPS;
+        if (gk_scores_of_bwd(g)) asked |= SCORES;
+    } else if (op == GK_OP_PAGED_ATTN) {
+        const gk_paged_attn_args *a = args;
+        x = &paged_attn_asks[table];
+        if (a->flags & GK_PAGED_BATCH_INVARIANT) asked |= INVARIANT;
+    } else {
+        return true;
     }
-    const bool own = table == &gk_flash_attn_bwd_partial_sm90a_table ||
-                     table == &gk_flash_attn_bwd_partial_sm80_table ||
-                     table == &gk_flash_attn_bwd_partial_plain_table;
-    return own == (g->dq.dtype != a->q.dtype);
-}
-
-/* The kernels whose split of a sequence does not depend on the other sequences. */
-static bool takes_paged(const gk_cuda_table *table, const gk_paged_attn_args *a) {
-    return !(a->flags & GK_PAGED_BATCH_INVARIANT) || table == &gk_paged_attn_sm90a_table ||
-           table == &gk_paged_attn_plain_table;
-}
-
-bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
-    if (op == GK_OP_PAGED_ATTN) return takes_paged(table, args);
-    const bool forward = op == GK_OP_FLASH_ATTN_FWD;
-    if (!forward && op != GK_OP_FLASH_ATTN_BWD) return true;
-    const gk_flash_attn_bwd_args *g = forward ? NULL : args;
-    const gk_flash_attn_args *a = forward ? args : &g->fwd;
-    if (!takes_partial(table, a, g)) return false;
-    if (g ? gk_scores_of_bwd(g) : gk_scores_of(a)) { /* a mask or a bias */
-        if (table == &gk_flash_attn_bwd_scores_sm80_table ||
-            table == &gk_flash_attn_fwd_scores_sm80_table)
-            return true;
-        if (table == &gk_flash_attn_fwd_masked_sm90a_table) return !(a->dropout_p > 0);
-        if (g) return table == &gk_flash_attn_bwd_plain_table;
-        return table == &gk_flash_attn_fwd_plain_table ||
-               table == &gk_flash_attn_fwd_partial_plain_table;
-    }
-    if (table == &gk_flash_attn_fwd_masked_sm90a_table ||
-        table == &gk_flash_attn_fwd_scores_sm80_table ||
-        table == &gk_flash_attn_bwd_scores_sm80_table)
-        return false;
-    const bool drops =
-        table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
-    const bool either = table == &gk_flash_attn_fwd_plain_table ||
-                        table == &gk_flash_attn_bwd_plain_table ||
-                        table == &gk_flash_attn_fwd_partial_plain_table ||
-                        table == &gk_flash_attn_bwd_partial_plain_table;
-    return either || drops == (a->dropout_p > 0);
+    return (asked & x->needs) == x->needs && (asked & ~x->allows) == 0;
 }

@@ -581,8 +581,8 @@ typedef enum gk_attn_accumulate {
  * packed call counted from the sequence's first token, S the longest's bound. NULL is 1. */
 typedef struct gk_flash_attn_fp8_args {
     size_t size;
-    gk_flash_attn_args fwd; /* q, k, v GK_E4M3; out bfloat16, float16 or float32; its size and
-                             * workspace are not read; rules.sinks float32 or out's dtype */
+    gk_flash_attn_args fwd; /* q, k, v GK_E4M3; out bfloat16, float16 or float32; size at most
+                             * sizeof fwd; workspace not read; rules.sinks float32 or out's dtype */
     const gk_tensor *q_scale, *k_scale, *v_scale; /* float32, any strides; H is Hq, Hkv, Hkv */
     const gk_tensor *v_mean; /* [Hkv, Dv] or [B, Hkv, Dv] float32, any strides; NULL = 0 */
     gk_attn_accumulate accumulate;

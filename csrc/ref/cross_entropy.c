@@ -25,8 +25,9 @@ static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t class
     for (int64_t i = 0; i < classes; ++i) t.weights += w_of(a, i);
     for (int64_t i = 0; with_lse && i < t.n; ++i)
         peak = fmax(peak, z_of(a, ref_at(&a->logits, row, i)));
+    const double base = peak == -INFINITY ? 0 : peak; /* -inf - -inf would be NaN */
     for (int64_t i = 0; with_lse && i < t.n; ++i)
-        sum += exp(z_of(a, ref_at(&a->logits, row, i)) - peak);
+        sum += exp(z_of(a, ref_at(&a->logits, row, i)) - base);
     t.lse = peak + log(sum);
     t.own = (1 - a->label_smoothing) * w_of(a, t.target);
     return t;

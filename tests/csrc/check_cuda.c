@@ -1399,7 +1399,7 @@ static bool takes_codes(gk_op op) {
 }
 
 typedef struct tested {
-    const gk_cuda_table *table;
+    int table; /* its place in gk_cuda_tables */
     const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
@@ -1451,7 +1451,7 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, tested *to, int most)
             const gk_cuda_instance *row = &tables[t]->instances[r];
             if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
-            to[n++] = (tested){.row = row, .table = tables[t]};
+            to[n++] = (tested){.row = row, .table = t};
         }
     }
     return n;
@@ -1503,7 +1503,7 @@ static void test_instances(int o, gk_dtype dtype, tested *rows, int num_rows, in
         for (int r = 0; r < num_rows; ++r) {
             const gk_cuda_instance *row = rows[r].row;
             rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES &&
-                            gk_cuda_takes(rows[r].table, ops[o].op, device_args) &&
+                            gk_cuda_takes(ops[o].op, rows[r].table, device_args) &&
                             plan_instance(row, &plan);
             any = any || rows[r].wants;
         }

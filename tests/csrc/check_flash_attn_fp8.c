@@ -114,7 +114,35 @@ static void check_fp8(const fp8_case *x) {
     check_free(mark);
 }
 
+/* args.fwd holds no longer struct, whose mask or accumulation would be ignored or read from the
+ * scales behind it. */
+static void check_longer_structs(void) {
+    snprintf(check_case, sizeof check_case, "flash_attn_fp8, fwd.size");
+    const int mark = check_num_owned;
+    const int64_t shape[4] = {1, 1, 2, 8};
+    check_tensor q = codes(1, 1, 2, 8), out = check_tensor_make(GK_F32, 4, shape, NULL, 1, 0);
+    gk_flash_attn_fp8_args args = GK_FLASH_ATTN_FP8_ARGS_INIT;
+    args.fwd.q = args.fwd.k = args.fwd.v = q.t;
+    args.fwd.out = out.t;
+    args.fwd.rules.scale = 1;
+    gk_context ctx = check_context(NULL, 1);
+    check_workspace space = check_workspace_make(gk_flash_attn_fp8_workspace_bytes(&ctx, &args));
+    args.workspace = space.data;
+    args.workspace_bytes = space.bytes;
+    const size_t sizes[] = {0, sizeof args.fwd, sizeof(gk_flash_attn_accumulate_args),
+                            sizeof(gk_flash_attn_masked_args)};
+    for (int i = 0; i < CHECK_COUNT(sizes); ++i) {
+        args.fwd.size = sizes[i];
+        const gk_status status = gk_flash_attn_fp8(&ctx, &args);
+        check_result(status == (sizes[i] <= sizeof args.fwd ? GK_OK : GK_ERR_ARGUMENT), "%s: %s",
+                     gk_status_name(status), gk_last_error());
+    }
+    check_workspace_end(&space);
+    check_free(mark);
+}
+
 int main(void) {
+    check_longer_structs();
     for (int i = 0; i < CHECK_COUNT(cases); ++i) {
         snprintf(check_case, sizeof check_case, "flash_attn_fp8 %d", i);
         check_fp8(&cases[i]);

@@ -294,3 +294,17 @@ def test_the_page_shows_the_pictures():
     assert f"```\n{shown}\n```\n" in page
     for title, mask in masks():
         assert f"**{title}**\n\n```\n{mask.tiles().picture()}\n```\n" in page, title
+
+
+@pytest.mark.gpu
+def test_two_masks_of_more_than_two_gigabytes_each():
+    """131,072 queries and keys: a head takes more bytes than cudaMemset2D has for a pitch."""
+    n = 1 << 17
+    mask = torch.ones(2, 1, 1, 1, dtype=torch.bool, device="cuda")
+    mask[1] = False
+    built = gk.attn_mask_of(mask.expand(2, 1, n, n))
+    layout = Layout(DENSE, n, n, False)
+    assert 4 * layout.total > 2**31
+    flags = built.data[:, 0, : layout.tiles].view(torch.uint8)[:, : layout.tiles_q * layout.tiles_k]
+    assert (flags[0] == 1).all() and (flags[1] == 0).all()  # full blocks, empty blocks
+    assert (built.data[1, 0, layout.lists : layout.words] == 0).all()

@@ -617,11 +617,75 @@ def test_quantize_attn_refuses_shapes_that_do_not_fit():
 @pytest.mark.parametrize(
     "q_code, k_code, scales", [(0, 0, 1e30), (0, 1, 1e30), (2**-9, 2**-9, 1e20)]
 )
-def test_scales_whose_product_is_infinite(q_code, k_code, scales):
+def test_scales_whose_product_is_infinite(q_code, k_code, scales, device):
     """Scales meet codes, never each other: zeros stay zeros, and 2^-9 x 1e20 is a finite number."""
-    q, k, v = (torch.full((1, 1, 4, 16), float(x)).to(E4M3) for x in (q_code, k_code, 1))
-    s = torch.tensor(scales)
-    out, lse = gk.flash_attn(q, k, v, q_scale=s, k_scale=s, return_lse=True)
+    q, k, v = (
+        torch.full((1, 1, 4, 16), float(x), device=device).to(E4M3) for x in (q_code, k_code, 1)
+    )
+    s = torch.tensor(scales, device=device)
+    out, lse = gk.flash_attn(q, k, v, q_scale=s, k_scale=s, return_lse=True, accumulate="precise")
     want = 16**0.5 * (q_code * scales) * (k_code * scales) + math.log(4)
     torch.testing.assert_close(out, torch.ones_like(out))
     torch.testing.assert_close(lse, torch.full_like(lse, want))
+
+
+@pytest.mark.parametrize("q_scale, k_scale", [(1e37, 1e-37), (1e-37, 1e37)])
+def test_codes_times_scales_beyond_float32(q_scale, k_scale, device):
+    """448 x 1e37 is no float32, but the score and the result are."""
+    q, k, v = (torch.full((1, 2, 4, 16), 448.0, device=device).to(E4M3) for _ in range(3))
+    k[:, :, 1:] = 0
+    v[:, :, :, ::2] = 2**-9
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, 1e36), strict=True))
+    scales = {n: torch.tensor([1.0, x], device=device) for n, x in scales.items()}
+    out, lse = gk.flash_attn(
+        q, k, v, **scales, scale=2**-21, return_lse=True, out_dtype=F32, accumulate="precise"
+    )
+    score = 2**-21 * 448.0**2 * 16
+    for head in range(2):
+        scale = (1.0, q_scale * k_scale)[head]
+        want = math.log(math.exp(score * scale) + 3)
+        assert lse[0, head].sub(want).abs().max() < 1e-5
+    want = v.double() * scales["v_scale"].double()[:, None, None]
+    small = out.double()[..., ::2] / want[..., ::2]
+    assert small.sub(1).abs().max() < (1e-6 if device == "cpu" else 1e-3)
+
+
+@pytest.mark.parametrize("accumulate", ("fast", "precise"))
+@pytest.mark.parametrize("tokens", (4, 300))
+@pytest.mark.parametrize("per", ("tensor", "block"))
+def test_large_scales_of_zeros(per, tokens, accumulate, device):
+    """Codes of 0 under scales whose product is infinite: every key has the same weight."""
+    q, k = (torch.zeros(1, 2, tokens, 64, device=device).to(E4M3) for _ in range(2))
+    v = torch.randn(1, 2, tokens, 64, generator=generator("zeros")).to(device).to(E4M3)
+    shape = () if per == "tensor" else (1, 2, -(-tokens // 128))
+    scale = torch.full(shape, 1e30, device=device)
+    out, lse = gk.flash_attn(
+        q,
+        k,
+        v,
+        q_scale=scale,
+        k_scale=scale,
+        return_lse=True,
+        out_dtype=F32,
+        accumulate=accumulate,
+    )
+    assert lse.sub(math.log(tokens)).abs().max() < 1e-5
+    want = v.double().mean(-2, keepdim=True).expand_as(out)
+    assert out.double().sub(want).abs().max() < (1e-5 if device == "cpu" else 2e-2)
+
+
+def test_scores_that_float16_does_not_hold(device):
+    """q times both scales reaches 448 x 1000, beyond float16's 65504: one key has all weight."""
+    q = torch.full((1, 1, 200, 64), 448.0, device=device).to(E4M3)
+    k = torch.zeros(1, 1, 200, 64, device=device)
+    k[:, :, 7] = 1
+    v = torch.randn(1, 1, 200, 64, generator=generator("far")).to(device).to(E4M3)
+    out = gk.flash_attn(
+        q,
+        k.to(E4M3),
+        v,
+        q_scale=torch.tensor(1000.0, device=device),
+        accumulate="precise",
+        out_dtype=F32,
+    )
+    assert torch.equal(out, v[:, :, 7:8].float().expand_as(out))

@@ -268,6 +268,17 @@ def test_opcheck_and_compile(device):
         test_utils=("test_schema", "test_faketensor"),
     )
 
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        given = torch_gpukern.quantize(x, dtype, "row")
+        # test_schema multiplies inputs by numbers, which torch cannot do for float8
+        tests = ("test_schema",) * (dtype is torch.int8) + (
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        )
+        for how in ({}, {"dtype": torch.bfloat16}):  # by the schema's default, and by name
+            torch.library.opcheck(ops.dequantize.default, given, how, test_utils=tests)
+
     def both(x):
         codes, scale = torch_gpukern.quantize(x, torch.float8_e4m3fn, "128x128")
         return torch_gpukern.dequantize(codes, scale)

@@ -478,6 +478,30 @@ def test_cross_entropy_of_ignored_rows(device):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", (1, 7, 1000, 40000))
+def test_cross_entropy_of_rows_without_a_finite_logit(n, dtype, device):
+    """lse of a row of -inf is -inf, as torch.logsumexp's, beside rows of numbers and of NaN."""
+    logits = torch.zeros(4, n, dtype=dtype, device=device)
+    logits[0], logits[2], logits[2, n // 2] = -math.inf, -math.inf, math.nan
+    target = torch.zeros(4, dtype=torch.int64, device=device)
+    for more in ({}, {"label_smoothing": 0.1}, {"softcap": 30.0}):
+        loss, lse = torch.ops.gpukern.cross_entropy(logits, target, **more)
+        if "softcap" not in more:  # it makes -30 of -inf
+            assert lse[0].item() == -math.inf and loss[0].isnan()
+        assert lse[2].isnan() and loss[2].isnan()
+        assert lse[[1, 3]].sub(math.log(n)).abs().max() < 1e-5
+    if dtype == torch.float32 and n % 8 == 0:  # both in one launch
+        loss, lse, grad = (
+            torch.empty(4, device=device),
+            torch.empty(4, device=device),
+            logits.clone(),
+        )
+        torch.ops.gpukern.cross_entropy_grad(grad, target, loss, lse, grad)
+        assert lse[0].item() == -math.inf and lse[2].isnan()
+        assert grad[0].isnan().all() and grad[[1, 3]].isfinite().all()
+
+
 @pytest.mark.parametrize("n", (1, 7, 1000, 4096, 40001))
 def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
     """The gradient written to a 16-bit tensor is the float32 gradient, rounded once."""

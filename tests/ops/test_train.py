@@ -128,6 +128,23 @@ def test_stochastic_rounding(device):
     assert torch.equal(some, train(stochastic_rounding=True)) and some.unique().numel() > 1
 
 
+def test_an_empty_parameter_counts_in_stochastic_rounding(device):
+    """The bits of a parameter depend on its place in the list, where an empty one has a place."""
+
+    def step(between):
+        torch.manual_seed(5)
+        params = [
+            torch.ones(n, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for n in (100, between, 3000)
+        ]
+        for w in params:
+            w.grad = torch.ones_like(w)
+        AdamW(params, lr=1e-4, weight_decay=0.0, stochastic_rounding=True).step()
+        return params[-1].detach()
+
+    assert step(0).unique().numel() > 1 and torch.equal(step(0), step(3))
+
+
 def test_scale_clip_and_infinities(device):
     params = drawn("scale", torch.float32, device)
     plain = [p.detach().clone().requires_grad_() for p in params]

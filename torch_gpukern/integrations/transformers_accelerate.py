@@ -20,6 +20,7 @@ from ..nn.quant.files import SKIP
 from ..nn.quant.quantize import Quantized, quantize
 from ..nn.rows import served
 from ..ops import linear, rope
+from ..ops.fakes import stats_dtype
 
 __all__ = ["Accelerated"]
 
@@ -338,8 +339,7 @@ def _rotated_by(own: Any, angles: Callable, interleaved: bool, casts: bool) -> A
         )
         if not fits:
             return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        cos, sin = (angles(t).to(wide) for t in (cos, sin))
+        cos, sin = (angles(t).to(stats_dtype(q)) for t in (cos, sin))
         positions = None
         if cos.shape[0] > 1:
             rows = cos.shape[0] * cos.shape[1]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops import gemm, linear_cross_entropy
 from ..ops.fakes import stats_dtype
+from ..ops.linear_cross_entropy_chunks import rows_at_once
 
 __all__ = [
     "DPOLoss",
@@ -342,7 +343,7 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, counts, beta, scale):  # type: ignore[override]
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         wide, classes = counts.dtype, weight.shape[0]
-        step = max(1, _BLOCK_BYTES // (classes * wide.itemsize))
+        step = rows_at_once(x, classes, _BLOCK_BYTES)
         loss = x.new_zeros((), dtype=wide)
         dx, dweight, dbias = [], None, None
         for at in range(0, x.shape[0], step):

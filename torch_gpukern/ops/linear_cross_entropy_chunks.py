@@ -90,8 +90,9 @@ def kept_rows(x: Tensor, rows):
     return torch.sym_max(torch.sym_min(rows, sums), all_rows)
 
 
-def _rows_at_once(x: Tensor, classes: int, most: int) -> int:
-    """Rows of z in a buffer of so many bytes at most."""
+def rows_at_once(x: Tensor, classes: int, most: int) -> int:
+    """Rows of logits [., classes] that fit into `most` bytes, in whole tiles of 128 if there are
+    as many. On the CPU a block is at most 64 MiB, or 256 rows."""
     row = max(1, classes) * accumulator(x).itemsize
     step = most // row
     if x.device.type == "cpu":
@@ -244,7 +245,7 @@ def scalar(
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     whole = need_weight and kept_rows(x, m) == m
     alone = whole or not (need_x or need_weight)  # no dz of some rows beside z
-    step = _rows_at_once(x, v, _MOST_BYTES * 3 // 2 if alone else _MOST_BYTES)
+    step = rows_at_once(x, v, _MOST_BYTES * 3 // 2 if alone else _MOST_BYTES)
     loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
@@ -330,7 +331,7 @@ def rows(
     """(loss, lse), both [M]."""
     m, wide = x.shape[0], accumulator(x)
     loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
-    step = _rows_at_once(x, weight.shape[0], _ALONE_BYTES)
+    step = rows_at_once(x, weight.shape[0], _ALONE_BYTES)
     buffer = x.new_empty(min(step, m), weight.shape[0], dtype=wide)
     for s in _steps(m, step):
         z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
@@ -381,7 +382,7 @@ def rows_backward(
             factor,
         )
     else:
-        step = _rows_at_once(x, v, _MOST_BYTES)
+        step = rows_at_once(x, v, _MOST_BYTES)
         buffer = x.new_empty(min(step, m), v, dtype=wide)
         narrow = buffer if x.dtype is wide else x.new_empty(buffer.shape)
         for s in _steps(m, step):
@@ -449,7 +450,7 @@ def part_of_rows(
     if not v:
         found[0] = -torch.inf
         return found
-    step = _rows_at_once(x, v, _ALONE_BYTES)
+    step = rows_at_once(x, v, _ALONE_BYTES)
     buffer = x.new_empty(min(step, m), v, dtype=wide)
     none = target.new_zeros(1)  # any class: lse is the same
     weights = None if rules.class_weight is None else rules.class_weight[first : first + v]

@@ -18,7 +18,8 @@ __all__ = ["WeightFormat", "pack_weight", "unpack_weight", "weight_gemm"]
 WeightFormat = Literal["int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4"]
 
 _TILE = 64
-_E2M1 = [s * x for s in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+# The size that the low three bits of an e2m1 code stand for. The fourth bit is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SAVED = ("packed", "scale", "zero", "global_scale")
 _CODES = {
     "int4": torch.int8,
@@ -198,7 +199,7 @@ def decode_weight(
     in float32, rounded to dtype."""
     codes = unpack_weight(packed, n, k, format)
     if format in ("mxfp4", "nvfp4"):
-        values = torch.tensor(_E2M1, device=codes.device)[codes.int()]
+        values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)[codes.int()]
     else:
         values = codes.float()
     if format == "uint4":

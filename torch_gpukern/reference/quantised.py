@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.weight_gemm import E2M1
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, lse, sinks and scales of an op of `dtype`: float64 of float64, else
@@ -46,7 +48,6 @@ _BLOCKS = {
     "128x128": (128, 128),
     "1x32": (1, 32),
 }
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,7 +169,7 @@ def scaled_gemm(
 def values_of(q: Tensor, format: str, zero: Tensor | float = 8) -> Tensor:
     """The float64 values of codes before scaling."""
     if format in ("mxfp4", "nvfp4"):
-        size = torch.tensor(_E2M1, dtype=torch.float64, device=q.device)[(q & 7).long()]
+        size = torch.tensor(E2M1, dtype=torch.float64, device=q.device)[(q & 7).long()]
         return torch.where(q >= 8, -size, size)
     return q.double() - (zero if format == "uint4" else 0)
 

@@ -14,6 +14,7 @@ import contextlib
 import csv
 import http.client
 import json
+import math
 import random
 import re
 import subprocess
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cli.terminal import progress, table, whole
+from .metrics import percentile
 from .random_models import SIZES
 
 LEVELS = (32, 128, 512)
@@ -55,17 +57,12 @@ class Times:
 
     def row(self, level: int) -> tuple[str, ...]:
         ms = [
-            f"{1e3 * percentile(values, q):.1f}"
+            f"{1e3 * percentile(values, q, math.nan):.1f}"
             for values in (self.first, self.between)
-            for q in (0.5, 0.99)
+            for q in (50, 99)
         ]
         rate = f"{self.tokens / self.seconds:.1f}"
         return (str(level), str(self.answers), f"{self.seconds:.3f}", rate, *ms)
-
-
-def percentile(values: list[float], q: float) -> float:
-    ordered = sorted(values) or [float("nan")]
-    return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
 
 
 def ask(address: tuple[str, int], body: dict, end: float, times: Times) -> None:

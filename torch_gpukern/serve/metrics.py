@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Collection
 
 import numpy as np
 
 KEPT = 10_000  # of the newest times
 # Upper ends of a histogram's buckets, in seconds: 1, 2, 5 of each power of ten.
 ENDS = tuple(m * 10.0**e for e in range(-3, 2) for m in (1, 2, 5))
+
+
+def percentile(values: Collection[float], q: float, none: float) -> float:
+    """The q-th percentile, q in [0, 100], linear between the two values around it; `none` if there
+    are no values."""
+    return float(np.percentile(values, q)) if values else none
 
 
 class Times:
@@ -31,8 +38,7 @@ class Times:
 
     def percentile(self, q: float) -> float:
         """Of the newest; 0 where there is none."""
-        newest = self.newest.copy()
-        return float(np.percentile(newest, q)) if newest else 0.0
+        return percentile(self.newest.copy(), q, 0.0)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """(upper end and count of all times up to it, for each bucket; the sum of all times)"""

@@ -2,9 +2,10 @@
 /* flash_attn_fp8: attention of e4m3 codes by exact conversion, dense and packed, every modifier,
  * compiled once per ISA.
  *   q q_scale   k k_scale   v v_scale + v_mean   as float32, then the block of flash_attn_fwd.c; sums are float32 throughout
- * Every code is a float32, so that only the product with its scale rounds. v_mean goes into the
- * rows of v: a row of out then has it times the probability that keys took, and a row that sees no
- * key stays 0.
+ * Every code is a float32, so that only the product with its scale rounds. Scales of 2^100 and more
+ * are balanced by powers of two, so that the product is a float32 unless q's and k's are both so
+ * large. v_mean goes into the rows of v: a row of out then has it times the probability that keys
+ * took, and a row that sees no key stays 0.
  * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv] e4m3   out [B, Hq, Sq, Dv] bf16, f16, f32   lse [B, Hq, Sq] float32
  * packed: as in flash_attn_fwd.c
  * Work split: that of flash_attn_fwd.c. A worker's scratch has, beside the block's, the block's
@@ -31,6 +32,7 @@ typedef struct fp8_keys {
     const float *k_scale, *v_scale; /* of block 0; NULL = 1 */
     const float *mean;              /* of column 0; NULL = 0 */
     int64_t mean_column;
+    float k_power, v_power; /* powers of two by which k's scales, and v's scales and mean, shrink */
 } fp8_keys;
 
 INLINE const float *scale_at(const gk_attn_scale *s, int64_t b, int64_t h) {
@@ -39,6 +41,18 @@ INLINE const float *scale_at(const gk_attn_scale *s, int64_t b, int64_t h) {
 
 INLINE float scale_of(const float *scale, int64_t block, int64_t token) {
     return scale ? scale[token / GK_ATTN_SCALE_TOKENS * block] : 1;
+}
+
+/* The exponent of the largest of the scales of heads [first, first + heads), 0 if it is below 2^100
+ * or not finite. A code times a scale below 2^100 is a float32. */
+static int large_exponent(const gk_attn_scale *s, int64_t b, int64_t first, int64_t heads,
+                          int64_t tokens) {
+    const int64_t blocks = s->block == 0 ? 1 : gk_ceil_div(tokens, GK_ATTN_SCALE_TOKENS);
+    float largest = 0;
+    for (int64_t h = first; s->data && h < first + heads; ++h)
+        for (int64_t i = 0; i < blocks; ++i)
+            largest = fmaxf(largest, fabsf(scale_at(s, b, h)[i * s->block]));
+    return largest < 0x1p100f || isinf(largest) ? 0 : ilogbf(largest);
 }
 
 static void decode_row(const char *from, float *to, int64_t n, float scale) {
@@ -51,14 +65,15 @@ static void decode_tile(const attn_keys *keys, int64_t j, int64_t n, const char 
     const fp8_keys *x = keys->codes;
     float *at = (float *)(void *)to;
     for (int64_t i = 0; i < n; ++i, at += x->head_dim) {
-        decode_row(k[i], at, x->head_dim, scale_of(x->k_scale, x->k_block, j + i));
+        decode_row(k[i], at, x->head_dim, scale_of(x->k_scale, x->k_block, j + i) / x->k_power);
         k[i] = (const char *)at;
     }
     for (int64_t i = 0; i < n; ++i, at += x->head_dim_v) {
-        decode_row(v[i], at, x->head_dim_v, scale_of(x->v_scale, x->v_block, j + i));
+        decode_row(v[i], at, x->head_dim_v, scale_of(x->v_scale, x->v_block, j + i) / x->v_power);
         v[i] = (const char *)at;
         if (x->mean)
-            for (int64_t d = 0; d < x->head_dim_v; ++d) at[d] += x->mean[d * x->mean_column];
+            for (int64_t d = 0; d < x->head_dim_v; ++d)
+                at[d] += x->mean[d * x->mean_column] / x->v_power;
     }
 }
 
@@ -98,7 +113,7 @@ static fp8_job job_make(const gk_flash_attn_fp8_args *a) {
 /* The rows of q that the lanes read, one behind the other; heads are side by side in a row's
  * lanes. */
 static void decode_q(const fp8_job *job, const attn_seq *x, attn_lanes *lanes, int64_t b,
-                     int64_t h_kv, int64_t first, float *to) {
+                     int64_t h_kv, int64_t first, float power, float *to) {
     const attn_shape *s = &job->shape;
     for (int64_t n = 0; n < gk_round_up(lanes->count, NR); ++n) {
         if (n >= lanes->count) {
@@ -107,7 +122,7 @@ static void decode_q(const fp8_job *job, const attn_seq *x, attn_lanes *lanes, i
         }
         const int64_t i = (first + n) / s->group, h = h_kv * s->group + (first + n) % s->group;
         decode_row(x->q + i * x->q_row + h * x->q_head, to, s->head_dim,
-                   scale_of(scale_at(&job->q_scale, b, h), job->q_scale.block, i));
+                   scale_of(scale_at(&job->q_scale, b, h), job->q_scale.block, i) / power);
         lanes->q[n] = (const char *)to;
         to += s->head_dim;
     }
@@ -127,7 +142,13 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
     attn_lanes lanes;
     attn_lanes_fill(&lanes, &job->attn, &x, b, h_kv, first,
                     gk_min_i64(job->attn.bq, lanes_in_all - first));
-    decode_q(job, &x, &lanes, b, h_kv, first, (float *)(void *)(scratch + job->q_at));
+    /* Scales that would carry a code past float32 are divided by a power of two, which k takes over
+     * from q, q from k, and the block's result from v. */
+    const int q_large = large_exponent(&job->q_scale, b, h_kv * s->group, s->group, x.seq_q),
+              k_large = large_exponent(&job->k_scale, b, h_kv, 1, x.seq_k),
+              v_large = large_exponent(&job->v_scale, b, h_kv, 1, x.seq_k);
+    const float q_power = ldexpf(1, (q_large - k_large) / 2), v_power = ldexpf(1, v_large / 2);
+    decode_q(job, &x, &lanes, b, h_kv, first, q_power, (float *)(void *)(scratch + job->q_at));
     const fp8_keys codes = {.head_dim = s->head_dim,
                             .head_dim_v = s->head_dim_v,
                             .k_block = job->k_scale.block,
@@ -137,17 +158,19 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .mean = job->mean.data ? job->mean.data + b * job->mean.batch +
                                                          h_kv * job->mean.head
                                                    : NULL,
-                            .mean_column = job->mean.column};
+                            .mean_column = job->mean.column,
+                            .k_power = 1 / q_power,
+                            .v_power = v_power};
     const attn_keys keys = {.k = gk_at(x.k, h_kv * x.k_head),
                             .v = gk_at(x.v, h_kv * x.v_head),
                             .k_row_bytes = x.k_row,
                             .v_row_bytes = x.v_row,
                             .decode = decode_tile,
                             .codes = &codes};
-    attn_block(&job->attn, &lanes, &keys, (float)job->args->fwd.rules.scale, 1, scratch);
+    attn_block(&job->attn, &lanes, &keys, (float)job->args->fwd.rules.scale, v_power, scratch);
 }
 
-/* ---- the row of tables.c --------------------------------------------------------------------- */
+/* ---- the instance of tables.c ---------------------------------------------------------------- */
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     fp8_job *job = GK_OWN(fp8_job, to);
     *job = job_make(args);

@@ -232,7 +232,7 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                    scratch);
 }
 
-/* ---- the row of tables.c --------------------------------------------------------------------- */
+/* ---- the instance of tables.c ---------------------------------------------------------------- */
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     fwd_job *job = GK_OWN(fwd_job, to);
     *job = job_make(args);

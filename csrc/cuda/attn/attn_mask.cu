@@ -313,11 +313,21 @@ View view_of(const gk_tensor *t) {
     return v;
 }
 
+/* The largest pitch that cudaMemset2D takes on every device (cudaDeviceProp::memPitch). A dense
+ * store of 131,072 queries and keys is larger. */
+constexpr size_t MOST_PITCH = INT32_MAX;
+
+/* Clears int32 [from, end) of each mask. */
 gk_status clear_part(const char *op, const gk_context *ctx, const Build &x, int masks, int64_t from,
                      int64_t end) {
-    const cudaError_t error =
-        cudaMemset2DAsync(x.out + from, 4 * (size_t)x.at.total, 0, 4 * (size_t)(end - from),
-                          (size_t)masks, (cudaStream_t)ctx->stream);
+    const size_t pitch = 4 * (size_t)x.at.total, bytes = 4 * (size_t)(end - from);
+    char *at = (char *)(x.out + from);
+    cudaError_t error = cudaSuccess;
+    if (masks > 1 && pitch <= MOST_PITCH)
+        error = cudaMemset2DAsync(at, pitch, 0, bytes, (size_t)masks, (cudaStream_t)ctx->stream);
+    else
+        for (int i = 0; i < masks && error == cudaSuccess; ++i)
+            error = cudaMemsetAsync(at + i * pitch, 0, bytes, (cudaStream_t)ctx->stream);
     if (error == cudaSuccess) return GK_OK;
     (void)cudaGetLastError();
     return gk_fail(GK_ERR_DEVICE, "the result of %s could not be cleared: %s", op,

@@ -350,7 +350,7 @@ inline bool grouped_fits(const gk_grouped_gemm_args *g, bool by_k, bool along_n,
     if (!reads(g->a, by_k) || !reads(g->b, !along_n)) return false;
     const int64_t across = gk_ceil_div(n, GROUPED_BN),
                   down = gk_ceil_div(m, GROUPED_BM) * (by_k ? groups : 1) + groups;
-    if (across * down > INT32_MAX / 2) return false;
+    if (!gk_grid_fits(2 * across * down)) return false;
     plan->tile[0] = GROUPED_BM;
     plan->tile[1] = GROUPED_BN;
     plan->tasks = across * down;
@@ -389,7 +389,7 @@ gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, cons
                 p.m,
                 (int)gk_ceil_div(tiles_n, p.pair),
                 ctx->error_word};
-    p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, gk_max_i64(1, sms / p.pair));
+    p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, gk_clusters_of(sms, p.pair));
     return launch_clusters<Grouped<K>>("grouped_gemm", ctx, p, p.clusters);
 }
 

@@ -47,7 +47,7 @@ inline bool swapped_plan(const gk_cuda_instance *instance, const gk_context *, c
     plan->tasks = 2 * swapped_tiles(instance, g);
     plan->chunks = 2;
     plan->kernel = instance;
-    return plan->tasks <= INT32_MAX;
+    return gk_grid_fits(plan->tasks);
 }
 
 /* True if a row's scales for 256 of k are 8 aligned bytes, as quantize writes MXFP8 scales. */

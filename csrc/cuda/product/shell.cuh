@@ -230,13 +230,12 @@ gk_status launch_clusters(const char *op, const gk_context *ctx, const typename 
     return launch<product_kernel<P>>(op, ctx, dim3((unsigned)(clusters * P::cluster(p))),
                                      Shell<P>::THREADS, Shell<P>::SMEM, p, true, P::cluster(p));
 }
-/* Launches min(tiles, what fits) clusters, but at least one: a limit on SMs may leave fewer than a
- * cluster has blocks. most: blocks that the GPU holds at once. */
+/* Launches min(tiles, what fits) clusters. most: blocks that the GPU holds at once. */
 template <class P>
 gk_status launch_product(const char *op, const gk_context *ctx, const typename P::Params &p,
                          int64_t most) {
     return launch_clusters<P>(op, ctx, p,
-                              gk_min_i64(p.scheduler.tiles, gk_max_i64(1, most / P::cluster(p))));
+                              gk_min_i64(p.scheduler.tiles, gk_clusters_of(most, P::cluster(p))));
 }
 
 #endif

@@ -358,7 +358,7 @@ bool plan_weight_wgmma(const gk_cuda_instance *instance, const gk_context *ctx, 
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     if (!weight_form_serves<typename K::F>(g) || gpu->smem_per_block < K::SMEM) return false;
     const int64_t m = weight_rows(g->a), tiles = gk_ceil_div(m, K::NT) * gk_ceil_div(g->n, K::ROWS);
-    if (tiles * MOST_SPLITS > INT32_MAX) return false;
+    if (!gk_grid_fits(tiles * MOST_SPLITS)) return false;
     plan->kernel = instance;
     plan->tile[0] = K::NT;
     plan->tile[1] = K::ROWS;

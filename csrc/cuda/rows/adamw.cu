@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(THREADS, 3) adamw_kernel(const __grid_constant
     typedef typename element<S>::acc W;
     constexpr int V = row_vec<S>;
     if (p.s.found_inf && *p.s.found_inf != 0) return;
-    int low = 0, high = p.s.num; /* entry[low].first <= block < entry[high].first */
+    /* entry[low].first <= block < entry[high].first; of equal ones the last, which has chunks */
+    int low = 0, high = p.s.num;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (p.entry[middle].first <= (int)blockIdx.x)
@@ -221,17 +222,18 @@ gk_status run_tables(const gk_context *ctx, const gk_adamw_args *a) {
     for (int64_t t = 0; t <= a->num; ++t) {
         const int64_t more = t < a->num ? chunks_of<S>(gk_numel(&a->params[t])) : 0;
         if (p.s.num == MOST || (p.s.num && (t == a->num || chunks + more > MOST_CHUNKS))) {
-            const gk_status status = launch<adamw_kernel<T, S, MOST>>(
-                "gk_adamw", ctx, dim3((unsigned)chunks), THREADS, 0, p);
+            const gk_status status =
+                chunks == 0 ? GK_OK
+                            : launch<adamw_kernel<T, S, MOST>>(
+                                  "gk_adamw", ctx, dim3((unsigned)chunks), THREADS, 0, p);
             if (status != GK_OK) return status;
             p.s.num = 0;
             chunks = 0;
         }
-        if (t == a->num || more == 0) { /* an empty tensor has no chunk and no entry */
-            if (p.s.num == 0) p.s.first = t + 1;
-            continue;
-        }
+        if (t == a->num) break;
         if (p.s.num == 0) p.s.first = t;
+        /* An empty tensor has an entry without a chunk, because an entry's place in the table gives
+         * the tensor's index in the list. */
         p.entry[p.s.num] = entry_of(a, t);
         p.entry[p.s.num++].first = (int32_t)chunks;
         chunks += more;

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p)
         }
         const W all = block_max(peak, place);
         sums[0] *= peak == -INFINITY ? W(0) : e_to(peak - all);
-        if (nan || all == INFINITY || all == -INFINITY) sums[0] = NAN;
+        if (nan || all == INFINITY) sums[0] = NAN;
         block_sum(sums, place);
         if (threadIdx.x == 0) {
             const W log_sum = log(sums[0]), lse = all + log_sum;

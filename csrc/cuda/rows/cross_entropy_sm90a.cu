@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
         }
         const Sums s =
             exchange<CLUSTER>(shared, sums_of((const float4 *)x, here / 4, p.scale), rank, used);
-        const float log_sum = logf(s.peak == -INFINITY ? NAN : s.sum), lse = s.peak + log_sum;
+        const float log_sum = logf(s.sum), lse = s.peak + log_sum;
         const int mine = target >= begin && target < begin + here ? (int)target - begin : -1;
         if (mine >= 0 && threadIdx.x == 0) {
             float loss = own * (s.peak - p.scale * x[mine] + log_sum) + p.z_loss * lse * lse;

@@ -852,7 +852,9 @@ def test_attention_rows(case):
         case.mods not in ("none", "softcap", "sinks") or row["flops"] >= full * 0.99
     )
     out, lse = torch.zeros(2, hq, sq, dv, dtype=case.dtype), torch.zeros(2, hq, sq)
-    check_row(json.loads(ops.explain_flash_attn_bwd(out, q, k, v, out, lse, **kwargs)), case.dtype)
+    back = json.loads(ops.explain_flash_attn_bwd(out, q, k, v, out, lse, **kwargs))
+    check_row(back, case.dtype)
+    assert back["flops"] * (d + dv) == pytest.approx(row["flops"] * (3 * d + 2 * dv))
     wide = torch.zeros(2, hq, sq, 2 * d, dtype=case.dtype)[..., ::2]
     check_row(json.loads(ops.explain_flash_attn(wide, k, v, **kwargs)), case.dtype)
 

@@ -28,7 +28,7 @@ from ...ops import (
 )
 from ...ops.gemm import Activation
 from ...ops.quantize import Granularity
-from ...ops.weight_gemm import decode_weight, spread
+from ...ops.weight_gemm import E2M1, decode_weight, spread
 
 __all__ = ["SCHEMES", "Scheme", "prune_2_4"]
 
@@ -83,7 +83,6 @@ def best_scale(
 
 
 _HALVES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # halfway between what e2m1 holds
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 def e2m1_round(x: Tensor) -> Tensor:
     code = e2m1_codes(x)
-    size = _E2M1.to(x.device)[(code & 7).int()]
+    size = torch.tensor(E2M1, device=x.device)[(code & 7).int()]
     return torch.where(code >= 8, -size, size)
 
 

@@ -9,7 +9,9 @@
  *  3. finish    out = v_largest out' + v_mean (1 - e^(sink - lse)); 0 if the row saw no key
  *
  * largest: over the scales of a sequence's and head's blocks. With one scale a head, k' and v' are
- * the codes themselves, which float16 holds exactly.
+ * the codes themselves, which float16 holds exactly. Elements of q' beyond float16's largest
+ * number, 65504, become that number: scores as large as theirs give all weight to one key. The plan
+ * cannot avoid such calls, because the scales are on the device.
  *
  * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] e4m3; out [.., Sq, Dv] bf16, f16 or f32; lse [..,
  * Sq] float32.
@@ -54,6 +56,11 @@ __device__ __forceinline__ uint2 load_eight(const uint8_t *at, bool aligned) {
     return codes;
 }
 
+/* Clamps x to the finite numbers of float16. NaN stays NaN. */
+__device__ __forceinline__ float half_range(float x) {
+    return x > 65504 ? 65504 : x < -65504 ? -65504 : x;
+}
+
 __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
     const Fp8Params &c = x.call;
     const Problem &p = c.problem;
@@ -69,8 +76,8 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
 
     const gk_attn_scale &its = x.which == OPERAND_V ? c.v_scale : c.k_scale;
     const float largest = fp8_largest(its, b, is_q ? head / p.group : head, 0, seq.seq_k);
-    const float factor =
-        is_q ? fp8_scale(c.q_scale, b, head, i0) * largest : fp8_share(its, largest, b, head, i0);
+    const float factor = is_q ? fp8_saturated(largest, fp8_scale(c.q_scale, b, head, i0))
+                              : fp8_share(its, largest, b, head, i0);
     const Rows &from = is_q ? p.q : x.which == OPERAND_K ? p.k : p.v;
     const uint8_t *from_g = (const uint8_t *)from.data + from.at(b, head, first);
     __half *to_g = (__half *)x.to.data + x.to.at(b, head, first);
@@ -85,7 +92,7 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 two = unpack2<__half>(h[i]);
-                h[i] = pack2<__half>(two.x * factor, two.y * factor);
+                h[i] = pack2<__half>(half_range(two.x * factor), half_range(two.y * factor));
             }
         *(uint4 *)(to_g + row * x.to.row + col) = make_uint4(h[0], h[1], h[2], h[3]);
     }
@@ -212,8 +219,8 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
         return false;
     /* blocks of the grid, over all heads and sequences */
     const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS);
-    if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch >
-        INT32_MAX)
+    if (!gk_grid_fits(gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) *
+                      p.batch))
         return false;
     const InnerCall x = inner_call(a, (char *)1024);
     gk_plan inner;

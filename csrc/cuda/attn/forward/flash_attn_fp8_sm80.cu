@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
     const uint8_t *k_g = (const uint8_t *)p.k.data + p.k.at(b, head_kv, seq.k0);
     const uint8_t *v_g = (const uint8_t *)p.v.data + p.v.at(b, head_kv, seq.k0);
     Score score = score_of(p, seq, b, head);
-    const float scale = score.scale * fp8_scale(c.q_scale, b, head, i0);
+    const float scale = score.scale, q_scale = fp8_scale(c.q_scale, b, head, i0);
     const float largest = fp8_largest(c.v_scale, b, head_kv, lo, hi);
 
     const smem_addr q_at = frag_a_base<QTile>(q_s, lane, warp * 16);
@@ -164,7 +164,13 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
         __syncthreads(); /* the tiles and q are written */
         float s[1][X::N][4];
         X::scores(s, q_at, k_at);
-        score.scale = scale * fp8_scale(c.k_scale, b, head_kv, key0);
+        const Fp8Factors by = fp8_factors(scale, q_scale, fp8_scale(c.k_scale, b, head_kv, key0));
+        score.scale = by.first;
+        if (by.second != 1)
+#pragma unroll
+            for (int n = 0; n < X::N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[0][n][e] *= by.second;
         modify(s, score, row0, key0 + col0);
         if (key0 < plain_lo || key0 + BKV > plain_hi) mask(s, seq, row0, key0 + col0);
         softmax.step(s, o, LOG2_E);
@@ -185,7 +191,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
         const RowSum y = row_sum(softmax.peak[0][r], total, sink);
         const int i = row0 + 8 * r;
         if (i >= seq.seq_q) continue;
-        const float seen = total * y.factor(), factor = y.factor() * largest;
+        const float factor = y.factor(), seen = total * factor;
         const int64_t row = p.out.at(b, head, seq.q0 + i);
         if (col0 == 0 && p.lse.data)
             ((float *)p.lse
@@ -197,7 +203,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
             for (int e = 0; e < 2; ++e) {
                 const int d = 8 * n + col0 + e;
                 if (d >= p.head_dim_v) continue;
-                const float x = o[0][n][2 * r + e] * factor;
+                const float x = o[0][n][2 * r + e] * factor * largest;
                 fp8_store((void *)p.out.data, c.out_dtype, row + d,
                           mean ? x + seen * mean[d * c.mean.column] : x);
             }
@@ -226,15 +232,12 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     to->tile[0] = BQ;
     to->tile[1] = BKV;
     to->tasks = (int64_t)x.call.tiles_q * x.call.problem.heads_q * x.call.problem.batch;
-    return true;
+    return gk_grid_fits(to->tasks);
 }
 
 template <int HEAD_DIM>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
-    if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
-                       (long long)plan->tasks, BQ);
     const gk_status status = launch<flash_attn_fp8_sm80_kernel<HEAD_DIM>>(
         "gk_flash_attn_fp8", ctx, dim3((unsigned)plan->tasks), THREADS, Smem<HEAD_DIM>::BYTES, x);
     return status == GK_OK ? fp8_finish("gk_flash_attn_fp8", ctx, x.call) : status;

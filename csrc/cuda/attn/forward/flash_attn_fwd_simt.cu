@@ -257,15 +257,12 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     const FwdParams &p = gk_own<FwdParams>(to) =
         fwd_params(ctx, a, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, 1, fwd_by_parts(a) ? 2 : 1);
     fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, fwd_blocks(p), to);
-    return true;
+    return gk_grid_fits(to->tasks);
 }
 
 template <class Tile, bool MODIFIED>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     FwdParams p = gk_own<FwdParams>(plan);
-    if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
-                       (long long)plan->tasks, Tile::BQ);
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_simt_kernel<Tile, MODIFIED>>(
         "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS,

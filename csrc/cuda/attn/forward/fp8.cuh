@@ -39,6 +39,35 @@ __device__ __forceinline__ float fp8_share(const gk_attn_scale &s, float largest
     return largest > 0 ? scale / largest : scale; /* all scales are 0, or one is NaN */
 }
 
+/* The factor of Q K^T for a kernel that multiplies each sum once: first times the next scale, whose
+ * size ends at 2^100. Then a sum of codes times the factor is finite, and sums of 0 stay 0. NaN
+ * stays NaN. An infinite scale makes NaN, as it does beside a code of 0. */
+__device__ __forceinline__ float fp8_saturated(float first, float scale) {
+    const float product = first * scale, most = 0x1p100f;
+    const float kept = product > most ? most : product < -most ? -most : product;
+    return kept + (first - first) + (scale - scale);
+}
+
+/* Two factors of Q K^T for a kernel that may multiply each sum twice. Their product is scale
+ * q_scale k_scale. A sum times one and then the other overflows or underflows only if the result
+ * does. second is 1 unless the product of the scales leaves float32's normal range. */
+struct Fp8Factors {
+    float first, second;
+};
+
+__device__ __forceinline__ Fp8Factors fp8_factors(float scale, float q_scale, float k_scale) {
+    const float two = scale * q_scale, all = two * k_scale;
+    if (fabsf(two) >= 0x1p-126f && fabsf(two) < INFINITY && fabsf(all) >= 0x1p-126f &&
+        fabsf(all) < INFINITY)
+        return {all, 1.f};
+    int of_scale, of_q, of_k;
+    const float mantissa =
+        frexpf(scale, &of_scale) * frexpf(q_scale, &of_q) * frexpf(k_scale, &of_k);
+    if (!(fabsf(mantissa) > 0 && fabsf(mantissa) < INFINITY)) return {mantissa, 1.f};
+    const int exponent = max(-250, min(250, of_scale + of_q + of_k)), half = exponent / 2;
+    return {ldexpf(mantissa, half), ldexpf(1.f, exponent - half)};
+}
+
 /* ---- codes ----------------------------------------------------------------------------------- */
 /* Converts two e4m3 codes, in the high bytes of a register's halves, to float16, whose exponent
  * bias is 8 larger. The NaN code comes out as 480, which no other code gives. */

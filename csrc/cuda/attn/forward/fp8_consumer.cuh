@@ -54,12 +54,12 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     /* ---- scales ------------------------------------------------------------------------------ */
     __device__ __forceinline__ void begin_tile(const FwdTile &t) {
         const int b = t.work.b, head_kv = t.from.head_kv;
-        score = (float)x.f.fwd.problem.rules.scale * LOG2_E *
-                fp8_scale(x.q_scale, b, t.work.head, t.work.i0 + 64 * warpgroup);
+        score = fp8_saturated((float)x.f.fwd.problem.rules.scale * LOG2_E,
+                              fp8_scale(x.q_scale, b, t.work.head, t.work.i0 + 64 * warpgroup));
         if (BLOCKS)
             value = fp8_largest(x.v_scale, b, head_kv, t.keys.lo, t.keys.hi);
         else
-            unit = unit_of(score * fp8_scale(x.k_scale, b, head_kv, 0));
+            unit = unit_of(fp8_saturated(score, fp8_scale(x.k_scale, b, head_kv, 0)));
     }
     /* Called right before the last P V, which hides the load. The loop has no register for the
      * value. */
@@ -73,7 +73,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     __device__ __forceinline__ void begin_block(const FwdTile &t, int j) {
         if (!BLOCKS) return;
         const int token = t.keys.lo + j * BKV;
-        unit = unit_of(score * fp8_scale(x.k_scale, t.work.b, t.from.head_kv, token));
+        unit = unit_of(fp8_saturated(score, fp8_scale(x.k_scale, t.work.b, t.from.head_kv, token)));
         share = fp8_share(x.v_scale, value, t.work.b, t.from.head_kv, token);
     }
 

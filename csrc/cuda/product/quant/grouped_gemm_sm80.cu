@@ -124,7 +124,7 @@ bool plan_grouped(const gk_cuda_instance *row, const gk_context *ctx, const void
     if (!smem_fits(ctx, row->key[KEY_SMEM])) return false;
     const int64_t across = gk_ceil_div(n, 128),
                   down = gk_ceil_div(m, 128) * (by_k ? groups : 1) + groups;
-    if (across * down > INT32_MAX / 2) return false;
+    if (!gk_grid_fits(2 * across * down)) return false;
     plan->tile[0] = plan->tile[1] = 128;
     plan->tile[2] = 32;
     plan->tasks = across * down;

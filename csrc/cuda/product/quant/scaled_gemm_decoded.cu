@@ -194,7 +194,7 @@ bool plan_instance(const gk_cuda_instance *, const gk_context *ctx, const void *
     if ((out != GK_BF16 && out != GK_F32) || !addend_fits(g->bias, out) || !addend_fits(g->c, out))
         return false;
     const Inner x = inner_of(g, (char *)1024);
-    if (blocks_of(x.decode.of[0]) + blocks_of(x.decode.of[1]) > INT32_MAX) return false;
+    if (!gk_grid_fits(blocks_of(x.decode.of[0]) + blocks_of(x.decode.of[1]))) return false;
     gk_plan inner;
     if (!plan_inner(ctx, &x.gemm, &inner)) return false;
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];

@@ -154,7 +154,7 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void 
         along_k(gk_scales_of(&g->scale_a, m, k, false), gk_scales_of(&g->scale_b, k, n, true)))
         return false;
     const int64_t tiles = gk_ceil_div(m, key[KEY_BM]) * gk_ceil_div(n, key[KEY_BN]);
-    if (tiles > INT32_MAX) return false;
+    if (!gk_grid_fits(tiles)) return false;
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
     x.a = plan_k_major(g->a, &bytes);

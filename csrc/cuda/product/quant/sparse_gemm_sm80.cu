@@ -215,7 +215,7 @@ bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void 
     else if ((g->a.stride[1] != 1 && k > 1) || !rows_aligned(g->a))
         return false;
     const int64_t tiles = gk_ceil_div(n, row->key[KEY_BM]) * gk_ceil_div(m, row->key[KEY_BN]);
-    if (tiles > INT32_MAX) return false;
+    if (!gk_grid_fits(tiles)) return false;
     plan->workspace_bytes = bytes;
     plan->tasks = tiles;
     plan->kernel = row;

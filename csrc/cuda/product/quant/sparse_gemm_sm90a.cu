@@ -136,6 +136,7 @@ __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ri
 template <class K>
 __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &ring,
                                           smem_addr ring_s, int rank) {
+    static_assert(K::STAGES >= 3, "each of three warps passes two stages without waiting for them");
     const int lane = threadIdx.x % 32;
     int turn = threadIdx.x / 32; /* stages until this warp's own */
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
@@ -447,7 +448,7 @@ bool plan_instance(const gk_cuda_instance *row, const gk_context *, const void *
     plan->tile[2] = 128 / gk_dtype_bytes(g->a.dtype);
     plan->tasks = gk_ceil_div(m, plan->tile[0]) * gk_ceil_div(n, plan->tile[1]);
     plan->kernel = row;
-    return plan->tasks <= INT32_MAX;
+    return gk_grid_fits(plan->tasks);
 }
 
 template <class K>
@@ -485,7 +486,7 @@ gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *p
     p.tiles_n = (int)gk_ceil_div(tiles_n, p.pair);
     p.group = SPARSE_GROUP;
     const int64_t clusters =
-        gk_min_i64((int64_t)p.tiles_m * p.tiles_n, gk_max_i64(1, sms / p.pair));
+        gk_min_i64((int64_t)p.tiles_m * p.tiles_n, gk_clusters_of(sms, p.pair));
     return launch<sparse_gemm_kernel<K>>("sparse_gemm", ctx, dim3((unsigned)(clusters * p.pair)),
                                          K::THREADS, K::SMEM, p, false, p.pair);
 }

@@ -360,7 +360,7 @@ bool plan_weight_sm80(const gk_cuda_instance *, const gk_context *ctx, const voi
     plan->tile[1] = 16 * rw;
     plan->tile[2] = S::CHUNK;
     plan->tasks = gk_ceil_div(m, 8 * NT) * gk_ceil_div(n, 16 * rw);
-    return plan->tasks < INT32_MAX;
+    return gk_grid_fits(plan->tasks);
 }
 
 template <class T, Code C, int NT>
