@@ -113,9 +113,33 @@ CUDA_ATTN_BARS = {
     "backward causal": Bar(geomean=1.05, each=0.85),
 }
 
+# bench_attn_masks.py: names of masks and biases, and lengths. FlexAttention compiles each row anew.
+CUDA_ATTN_MASKS = (
+    *(("causal", seq) for seq in (2048, 8192, 32768)),
+    *(("documents", seq) for seq in (2048, 8192, 32768)),
+    ("prefix", 8192),
+    ("window", 8192),
+    *(("sliding_global", seq) for seq in (8192, 32768)),
+    ("images", 8192),
+    ("question", 8192),
+    ("tiles", 8192),
+)
+CUDA_ATTN_BIASES = (
+    ("bias", 2048),
+    ("bias", 8192),
+    ("causal bias", 8192),
+    ("keys' bias", 2048),
+    ("distance", 2048),
+)
+CUDA_ATTN_MASK_BARS = {"forward": Bar(geomean=1.9, each=1.4), "rule": Bar(each=0.72)}
+CUDA_MASK_BUILDER = Bar(at_most=60.0)
+
 CUDA_PAGED_BATCH_CONTEXT = ((1, 6144), (1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
 CUDA_PAGED_RAGGED = (65536, 31, 4096)  # one long sequence and 31 others
 CUDA_PAGED_BARS = {(1, 8192): Bar(rate=1400.0, firm=True), (64, 4096): Bar(rate=3400.0, firm=True)}
+# latent attention (DeepSeek V2 and V3): (batch, context), and the heads of a rank
+CUDA_LATENT_BATCH_CONTEXT = ((1, 4096), (1, 65536), (16, 16384), (64, 4096), (128, 4096))
+CUDA_LATENT_HEADS = (16, 64, 128)
 CUDA_WRITE_TOKENS = 65536
 CUDA_WRITE_BAR = Bar(share=0.8)  # of copying as many bytes
 CUDA_CALL = Bar(at_most=12.0)  # us of host time, small eager call without grad

@@ -478,6 +478,12 @@ VALUE_ERRORS = [
     # ---- paged_attn
     ("paged_attn", paged(q=t(2, 4, 1, 8)), "q must have 3 dimensions [T, Hq, D], got 4"),
     ("paged_attn", paged(q=t(2, 4, 8).char()), f"q must be {FLOATS}, got int8"),
+    ("paged_attn", paged(q=t(2, 4, 577)), "q has head_dim 577; it must be 1 to 576"),
+    (
+        "paged_attn",
+        paged(v_cache=t(5, 4, 2, 600)),
+        "v_cache has head_dim 600; it must be 1 to 576",
+    ),
     (
         "paged_attn",
         paged(k_cache=t(5, 4, 2, 8, dtype=BF16)),

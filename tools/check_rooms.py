@@ -54,7 +54,7 @@ TILE_NUMBER = re.compile(
     r"(MR|NR|NV|MC|KC|NC|BM|BN|BK|BQ|BKV|STAGES|WARPS)\b\s*=?\s*\d"
 )
 TABLE_ROW = re.compile(r"(=\s*|^\s*)\{\s*-?\d")
-TABLES = {"tiles.h", "blocks.h"}
+TABLES = {"tiles.h", "scores_tiles.h", "blocks.h"}
 # the register tile depends on the ISA's registers, so it is defined beside them
 REGISTER_TILES = "vec.h"
 

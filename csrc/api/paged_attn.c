@@ -2,10 +2,11 @@
 /* paged_attn: the checks and the costs of gk_paged_attn, gk_kv_cache_write and gk_rope_kv_write. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
+#include "../core/paged.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
-/* Writes into the cache accept the head_dims that attention on the CPU reads, on every device.
- * Attention on CUDA accepts fewer. */
+/* Writes into the cache accept the head_dims that paged_attn reads on the CPU, on every device. On
+ * CUDA paged_attn accepts multiples of 8 only. */
 static const gk_device WRITES = GK_CPU;
 
 /* A cache has the dtype of `first` or an 8-bit dtype. If k_cache is 8-bit, v_cache must have the
@@ -42,7 +43,7 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
     GK_TRY(gk_check_same("v_cache", "num_blocks", v_cache->shape[0], "k_cache", k_cache->shape[0]));
     GK_TRY(gk_check_same("v_cache", "block_size", v_cache->shape[1], "k_cache", k_cache->shape[1]));
     GK_TRY(gk_check_same("v_cache", "heads", v_cache->shape[2], "k_cache", k_cache->shape[2]));
-    return gk_check_head_dim("v_cache", written ? WRITES : ctx->device, v_cache->shape[3]);
+    return gk_check_cache_head_dim("v_cache", written ? WRITES : ctx->device, v_cache->shape[3]);
 }
 
 /* A scale is [] or [Hkv]. For 8-bit caches it may be float32 whatever the dtype, and also
@@ -78,7 +79,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
     GK_TRY(gk_check_float(io, "q", q));
     GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
-    GK_TRY(gk_check_head_dim("q", ctx->device, q->shape[2]));
+    GK_TRY(gk_check_cache_head_dim("q", ctx->device, q->shape[2]));
     GK_TRY(check_caches(ctx, io, "q", q, &p->k_cache, &p->v_cache, false));
     const int64_t tokens = q->shape[0], heads_q = q->shape[1], heads_kv = p->k_cache.shape[2];
     GK_TRY(gk_check_heads(heads_q, "k_cache", heads_kv));
@@ -150,7 +151,7 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     GK_TRY(gk_check_float(io, "k", k));
     GK_TRY(gk_check_dims("k", k, 3, "[T, Hkv, D]"));
     const int64_t tokens = k->shape[0], heads_kv = k->shape[1];
-    GK_TRY(gk_check_head_dim("k", WRITES, k->shape[2]));
+    GK_TRY(gk_check_cache_head_dim("k", WRITES, k->shape[2]));
     GK_TRY(gk_take(io, "v", v, GK_ANY_STRIDES));
     GK_TRY(gk_check_same_dtype(io, "v", v, "k", k));
     GK_TRY(gk_check_dims("v", v, 3, "[T, Hkv, Dv]"));
@@ -174,7 +175,7 @@ gk_status gk_check_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_a
     GK_TRY(gk_check_float(io, "q", q));
     GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
     const int64_t tokens = q->shape[0], head_dim = q->shape[2];
-    GK_TRY(gk_check_head_dim("q", WRITES, head_dim));
+    GK_TRY(gk_check_cache_head_dim("q", WRITES, head_dim));
     GK_TRY(gk_take(io, "k", k, GK_DENSE_LAST));
     GK_TRY(gk_check_same_dtype(io, "k", k, "q", q));
     GK_TRY(gk_check_dims("k", k, 3, "[T, Hkv, D]"));
@@ -217,6 +218,8 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args,
                         gk_explanation *out) {
     const int64_t batch = args->seq_lens.shape[0], heads_kv = args->k_cache.shape[2];
     const double dims = (double)(args->q.shape[2] + args->v_cache.shape[3]);
+    /* a latent cache holds the values within the keys */
+    const double row = gk_is_latent(args) ? (double)args->q.shape[2] : dims;
     double keys = 0, pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
         /* lengths on a GPU are not read; every sequence then counts with all keys of its row of
@@ -239,7 +242,7 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args,
         for (int64_t i = 0; i < n; ++i)
             pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
-    out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->k_cache.dtype) +
+    out->bytes = keys * (double)heads_kv * row * (double)gk_dtype_bytes(args->k_cache.dtype) +
                  gk_tensor_bytes(&args->q) + gk_tensor_bytes(&args->out) +
                  gk_tensor_bytes(&args->lse);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;

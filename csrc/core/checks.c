@@ -2,6 +2,7 @@
 /* checks.c: the building blocks of the ops' checks (checks.h), and the checks that every call
  * passes (io.h). */
 #include "checks.h"
+#include "paged.h"
 
 #include <stdio.h>
 
@@ -323,15 +324,31 @@ gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv) {
     return GK_OK;
 }
 
+static bool head_dim_fits(gk_device device, int64_t d, int64_t most) {
+    return device == GK_CUDA ? d >= 8 && d <= most && d % 8 == 0 : d >= 1 && d <= most;
+}
+
+static gk_status refuse_head_dim(const char *name, gk_device device, int64_t d, int64_t most) {
+    return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; %s %lld", name, (long long)d,
+                   device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to"
+                                     : "it must be 1 to",
+                   (long long)most);
+}
+
+static int64_t most_head_dim(gk_device device) { return device == GK_CUDA ? 256 : 512; }
+
 bool gk_serves_head_dim(gk_device device, int64_t d) {
-    return device == GK_CUDA ? d >= 8 && d <= 256 && d % 8 == 0 : d >= 1 && d <= 512;
+    return head_dim_fits(device, d, most_head_dim(device));
 }
 
 gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d) {
     if (gk_serves_head_dim(device, d)) return GK_OK;
-    return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; %s", name, (long long)d,
-                   device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to 256"
-                                     : "it must be 1 to 512");
+    return refuse_head_dim(name, device, d, most_head_dim(device));
+}
+
+gk_status gk_check_cache_head_dim(const char *name, gk_device device, int64_t d) {
+    if (head_dim_fits(device, d, GK_CACHE_HEAD_DIM)) return GK_OK;
+    return refuse_head_dim(name, device, d, GK_CACHE_HEAD_DIM);
 }
 
 /* CUDA kernels count tokens in 32 bits. The limit leaves one bit for sums of two counts. */

@@ -86,6 +86,8 @@ gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, 
                          int64_t heads_q);
 gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv);
 gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d);
+/* The same for q and the caches of paged_attn. */
+gk_status gk_check_cache_head_dim(const char *name, gk_device device, int64_t d);
 gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n);
 
 /* ---- contents.c: on the CPU index tensors are read before anything is written (GK_ERR_INDEX)

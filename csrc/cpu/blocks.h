@@ -133,7 +133,7 @@ TABLE gk_skinny_blocks gk_skinny_blocks_avx512bf16 = {64,   16384, 32, 64, 4,   
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys. An entry serves head_dims up to
- * max_head_dim (the larger of D and Dv). If there are fewer than min_tasks blocks, bq is halved. */
+ * max_head_dim (the larger of D and Dv; the last entry serves GK_CACHE_HEAD_DIM). If there are fewer than min_tasks blocks, bq is halved. */
 typedef struct gk_attn_blocks {
     int64_t max_head_dim, bq, bkv, min_tasks;
 } gk_attn_blocks;
@@ -143,13 +143,13 @@ TABLE gk_attn_blocks gk_attn_fwd_blocks[] = {
      *  256 lanes: d64 1.19x | 2.28x, d128 1.17x | 2.16x, d256 1.16x | 2.15x, d512 1.15x | 2.18x
      *  128 lanes: d64 1.15x | 2.27x, d128 1.08x | 2.10x, d256 1.10x | 1.96x, d512 1.11x | 1.93x
      * Tiles of 128 keys give the same. */
-    {512, 256, 64, 32},
+    {576, 256, 64, 32},
 };
 /* AMX. With more keys in a tile, O is read from the L2 and written back less often: with 256
  * keys a fourth as often as with 64. Xeon of model 207, one thread, d64 | d128 | d256, relative
  * to 256 x 64: 256 x 128 1.12x | 1.13x | 1.14x; 256 x 256 1.17x | 1.21x | 1.22x; 128 x 256 1.05x
  * | 1.06x | 1.22x. Relative to 256 x 256: 256 x 512 1.01x | 1.02x | 1.04x. */
-TABLE gk_attn_blocks gk_attn_fwd_blocks_tiled[] = {{512, 256, 256, 32}};
+TABLE gk_attn_blocks gk_attn_fwd_blocks_tiled[] = {{576, 256, 256, 32}};
 
 /* ---- flash_attn backward ---------------------------------------------------------------------
  * A pair of tiles is bq queries x bkv keys. Scores are computed `strip` keys at a time, so that

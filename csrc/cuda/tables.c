@@ -14,8 +14,8 @@ extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
     gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table,
-    gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table, gk_paged_attn_f32_table,
-    gk_paged_attn_plain_table;
+    gk_paged_attn_sm90a_table, gk_paged_latent_sm90a_table, gk_paged_attn_sm80_table,
+    gk_paged_attn_f32_table, gk_paged_attn_plain_table;
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
@@ -54,24 +54,26 @@ enum {
 
 /* The tables of attention, best first: X(op, name, needs, allows). A table serves calls that ask
  * for all of `needs` and for nothing beyond `allows`. */
-#define FLASH_ATTN_FWD(X)                          \
-    X(fwd, masked_sm90a, SCORES, SCORES | PARTIAL) \
-    X(fwd, partial_sm90a, PARTIAL, PARTIAL)        \
-    X(fwd, sm90a, 0, PARTIAL)                      \
-    X(fwd, sm80, 0, PARTIAL)                       \
-    X(fwd, drop_sm80, DROPS, DROPS | PARTIAL)      \
-    X(fwd, simt, 0, PARTIAL)                       \
-    X(fwd, plain, 0, DROPS | SCORES)               \
+#define FLASH_ATTN_FWD(X)                                 \
+    X(fwd, masked_sm90a, SCORES, SCORES | PARTIAL)        \
+    X(fwd, scores_sm80, SCORES, SCORES | PARTIAL | DROPS) \
+    X(fwd, partial_sm90a, PARTIAL, PARTIAL)               \
+    X(fwd, sm90a, 0, PARTIAL)                             \
+    X(fwd, sm80, 0, PARTIAL)                              \
+    X(fwd, drop_sm80, DROPS, DROPS | PARTIAL)             \
+    X(fwd, simt, 0, PARTIAL)                              \
+    X(fwd, plain, 0, DROPS | SCORES)                      \
     X(fwd, partial_plain, PARTIAL, DROPS | PARTIAL | SCORES)
-#define FLASH_ATTN_BWD(X)                   \
-    X(bwd, sm90a, 0, 0)                     \
-    X(bwd, wide_sm90a, 0, 0)                \
-    X(bwd, sm80, 0, 0)                      \
-    X(bwd, drop_sm80, DROPS, DROPS)         \
-    X(bwd, simt, 0, 0)                      \
-    X(bwd, plain, 0, DROPS | SCORES)        \
-    X(bwd, partial_sm90a, PARTIAL, PARTIAL) \
-    X(bwd, partial_sm80, PARTIAL, PARTIAL)  \
+#define FLASH_ATTN_BWD(X)                       \
+    X(bwd, scores_sm80, SCORES, SCORES | DROPS) \
+    X(bwd, sm90a, 0, 0)                         \
+    X(bwd, wide_sm90a, 0, 0)                    \
+    X(bwd, sm80, 0, 0)                          \
+    X(bwd, drop_sm80, DROPS, DROPS)             \
+    X(bwd, simt, 0, 0)                          \
+    X(bwd, plain, 0, DROPS | SCORES)            \
+    X(bwd, partial_sm90a, PARTIAL, PARTIAL)     \
+    X(bwd, partial_sm80, PARTIAL, PARTIAL)      \
     X(bwd, partial_plain, PARTIAL, DROPS | PARTIAL)
 
 #define DECLARED(op, name, needs, allows) \
@@ -100,9 +102,9 @@ static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_tabl
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {
-    &gk_paged_prefill_sm90a_table, &gk_paged_prefill_relay_sm90a_table,
-    &gk_paged_attn_sm90a_table,    &gk_paged_attn_sm80_table,
-    &gk_paged_attn_f32_table,      &gk_paged_attn_plain_table};
+    &gk_paged_prefill_sm90a_table, &gk_paged_prefill_relay_sm90a_table, &gk_paged_attn_sm90a_table,
+    &gk_paged_latent_sm90a_table,  &gk_paged_attn_sm80_table,           &gk_paged_attn_f32_table,
+    &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};

@@ -7,13 +7,15 @@
 #include "../formats/attn_dropout.h"
 #include "../core/attn_mask.h"
 #include "../core/internal.h"
+#include "../core/paged.h"
 
 #include <float.h>
 
 enum {
-    REF_ROWS = 4,           /* query rows that share each loaded key */
-    REF_MAX_HEAD_DIM = 512, /* the argument checks refuse a larger head_dim or Dv */
-    REF_TOKENS = 16         /* tokens of one task */
+    REF_ROWS = 4, /* query rows that share each loaded key */
+    /* the argument checks refuse a larger head_dim or Dv */
+    REF_MAX_HEAD_DIM = GK_CACHE_HEAD_DIM,
+    REF_TOKENS = 16 /* tokens of one task */
 };
 
 /* ---- rows ------------------------------------------------------------------------------------ */

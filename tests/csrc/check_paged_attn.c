@@ -351,7 +351,7 @@ static void check_right(gk_dtype dtype) {
 }
 
 static void check_head_dims(gk_dtype dtype) {
-    static const int64_t dims[] = {1, 7, 8, 64, 80, 96, 128, 256, 511, 512};
+    static const int64_t dims[] = {1, 7, 8, 64, 80, 96, 128, 256, 511, 512, 575, 576};
     for (int i = 0; i < CHECK_COUNT(dims); i += check_small() ? 4 : 1) {
         check_seed = (uint64_t)i * 64 + dtype;
         paged_case x = decode(dtype, page_sizes[i % 4]);

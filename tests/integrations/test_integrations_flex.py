@@ -72,3 +72,18 @@ def test_an_attn_mask_is_taken():
         flex_attention(q, k, v, block_mask=gk.attn_mask_of(mask)),
         gk.flash_attn(q, k, v, attn_mask=mask),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", (128, 64))
+def test_masks_of_mods_on_cuda(block):
+    q, k, v = (x.bfloat16() for x in tensors((4, 2)))
+    made = [
+        flex.create_block_mask(window_and_documents, 1, 4, 300, 300, device=d, BLOCK_SIZE=block)
+        for d in ("cpu", "cuda")
+    ]
+    want = flex.flex_attention(
+        *(x.double() for x in (q, k, v)), block_mask=made[0], enable_gqa=True
+    )
+    out = flex_attention(*(x.cuda() for x in (q, k, v)), block_mask=made[1], enable_gqa=True)
+    assert (out.double().cpu() - want).norm() <= 1e-2 * want.norm()

@@ -27,7 +27,9 @@ FLASH = SDPBackend.FLASH_ATTENTION
 def active(monkeypatch=None):
     """Activates gpukern, and yields the list of our kernels that ran."""
     kernels = [
-        f"{name}_{device}" for name in ("_forward", "_backward") for device in ("cpu", "cuda")
+        f"{name}_{kernel}"
+        for name in ("_forward", "_backward")
+        for kernel in ("cpu", "cuda", "efficient", "cudnn")
     ]
     ran, serve = [], {name: getattr(sdpa, name) for name in kernels}
     for name, ours in serve.items():
@@ -121,6 +123,62 @@ def test_masks_of_bools_and_floats():
             torch.testing.assert_close(x, y)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("EFFICIENT_ATTENTION", "bools"),
+        ("EFFICIENT_ATTENTION", "keys"),
+        ("EFFICIENT_ATTENTION", "floats"),
+        ("CUDNN_ATTENTION", "bools"),
+        ("CUDNN_ATTENTION", "keys"),
+    ],
+)
+def test_masks_on_cuda(kernel, kind):
+    """Taken from the kernels of PyTorch that take masks."""
+    q, k, v = inputs("cuda", torch.bfloat16, shape=(2, 4, 130, 64), keys=200)
+    gen = generator("mask")
+    mask = {
+        "bools": torch.rand(2, 1, 130, 200, generator=gen) < 0.7,
+        "keys": randn(gen, 2, 1, 1, 200).bfloat16(),
+        "floats": randn(gen, 4, 130, 200).bfloat16(),
+    }[kind].cuda()
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
+        plain = forward_backward(q, k, v, attn_mask=mask)
+        with active() as ran:
+            ours = forward_backward(q, k, v, attn_mask=mask)
+    assert ran == ["_forward", "_backward"]
+    wide = mask if kind == "bools" else mask.double()
+    with sdpa_kernel(SDPBackend.MATH):
+        refs = forward_backward(*(x.double() for x in (q, k, v)), attn_mask=wide)
+    for name, got, own, ref in zip(("out", "dq", "dk", "dv"), ours, plain, refs, strict=True):
+        assert got.stride() == own.stride() and got.dtype == own.dtype, name
+        assert_close_as(own, got, ref, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 4, 130, 200), (1, 4, 130, 200), (2, 1, 1, 200)], ids=str)
+def test_the_gradient_of_a_mask_on_cuda(shape):
+    q, k, v = inputs("cuda", torch.bfloat16, shape=(2, 4, 130, 64), keys=200)
+    bias = randn(generator("bias", shape), *shape).cuda()
+
+    def run(dtype):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v, bias.bfloat16())]
+        out = F.scaled_dot_product_attention(*leaves[:3], attn_mask=leaves[3])
+        grad = randn(generator("grad"), *out.shape).to(out.device, out.dtype)
+        return torch.autograd.grad(out, leaves, grad)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        refs = run(torch.float64)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        plain = run(torch.bfloat16)
+        with active() as ran:
+            ours = run(torch.bfloat16)
+    assert ran == ["_forward", "_backward"]
+    for name, got, own, ref in zip(("dq", "dk", "dv", "dmask"), ours, plain, refs, strict=True):
+        assert_close_as(own, got, ref, name)
+
+
 def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():
     q, k, v = inputs("cpu", torch.float32)
     torch.manual_seed(0)
@@ -176,13 +234,19 @@ def test_arguments_come_by_the_schema_of_this_torch():
 
 
 @pytest.mark.parametrize(
-    "name", ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"]
+    "name, kernel",
+    [
+        ("flash_attention_for_cpu", "cpu"),
+        ("flash_attention", "cuda"),
+        ("efficient_attention", "efficient"),
+        ("cudnn_attention", "cudnn"),
+    ],
 )
-def test_calls_are_taken_as_they_come(name):
+def test_calls_are_taken_as_they_come(name, kernel):
     """If the schema has our order of arguments, no wrapper stands between PyTorch's call and ours.
     Every torch so far has that order."""
-    device = "cpu" if name.endswith("cpu") else "cuda"
-    for suffix, ours in (("", f"_forward_{device}"), ("_backward", f"_backward_{device}")):
+    name = f"_scaled_dot_product_{name}"
+    for suffix, ours in (("", f"_forward_{kernel}"), ("_backward", f"_backward_{kernel}")):
         ours = getattr(sdpa, ours)
         assert (
             sdpa._as_torch_calls(ours, getattr(torch.ops.aten, name + suffix).default._schema)

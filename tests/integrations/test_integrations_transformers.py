@@ -620,17 +620,6 @@ def test_refusals():
     refused(text, attention_mask=square.bool(), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
-def test_refusals_on_cuda():
-    """Matrices and biases are the CPU's so far."""
-    with pytest.raises(ValueError, match="^gpukern attention: a mask that is no causal rule"):
-        gk._dense("cuda")
-    on_cuda = types.SimpleNamespace(is_cuda=True)
-    with pytest.raises(ValueError, match="^gpukern attention: a bias, or a mask of floats, on CU"):
-        gk._bias_of(torch.zeros(1, 1, 2, 2), on_cuda, None)
-    with pytest.raises(ValueError, match="^gpukern attention: a mask that is a matrix on CUDA"):
-        gk._add_matrix({}, torch.ones(2, 2, dtype=torch.bool), on_cuda, None)
-
-
 def test_dropout():
     """In training as the config asks, by torch's generator; none in evaluation."""
     model = build(FAMILIES["llama"], "gpukern", attention_dropout=0.5)
@@ -802,6 +791,43 @@ def assert_as_near_to_eager(make, run):
             continue
         size = max(float(ref.abs().max()), 1e-5 * most)
         torch.testing.assert_close(got[name], ref, rtol=0, atol=1e-4 * size, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "make", [t5, swin, beit, FAMILIES["llama"]], ids=["t5", "swin", "beit", "matrix"]
+)
+def test_masks_and_biases_on_cuda(make):
+    """In bfloat16: out and all gradients together err at most twice as much as eager's."""
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def run(way, dtype, device):
+        model = build(make, way, dtype).to(device)
+        if make is t5:
+            ids, targets = (words(2, n, seed).to(device) for seed, n in enumerate((11, 9)))
+            mask = padding([11, 7], 11, "right").to(device)
+            out = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
+        elif make is FAMILIES["llama"]:
+            mask = matrix("bool" if way == "gpukern" else "float", dtype).to(device)
+            out = model(words(2, 19).to(device), attention_mask=mask, use_cache=False).logits
+        else:
+            out = model(image.to(device, dtype)).last_hidden_state
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (out * weight.to(device, dtype)).sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [x.detach().double().cpu() for x in (out, *grads)]
+
+    want = run("eager", torch.float64, "cpu")
+    errors = []
+    for way in ("eager", "gpukern"):
+        got = run(way, torch.bfloat16, "cuda")
+        errors.append(
+            sum(
+                float(((x - y).norm() / max(y.norm(), 1e-9)) ** 2)
+                for x, y in zip(got, want, strict=True)
+            )
+        )
+    assert errors[1] <= 4 * errors[0]
 
 
 def test_a_matrix_is_made_once_for_all_layers(monkeypatch):

@@ -401,7 +401,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows_masks(dtype):
 
 
 @pytest.mark.parametrize("dtype", (F32, *HALF, F64), ids=str)
-@pytest.mark.parametrize("how", ("mask", "bias", "rules"))
+@pytest.mark.parametrize("how", ("mask", "bias", "rules", "softcap"))
 def test_nan_and_inf_of_hidden_pairs_never_show(dtype, how):
     """NaN and inf in keys that are hidden from all rows, and in keys that are hidden from some
     rows; only rows that see such a key may be affected."""
@@ -415,6 +415,8 @@ def test_nan_and_inf_of_hidden_pairs_never_show(dtype, how):
     )
     if how == "rules":
         call.rules = dict(window_left=60, window_right=60, diagonal=90)
+    if how == "softcap":
+        call.rules = dict(softcap=3.0)
     seen = call.mask[0, 0].clone()
     unseen, partly = torch.tensor([0, 5, 131, 390]), torch.tensor([17, 64, 200])
     seen[:, unseen] = False

@@ -148,3 +148,119 @@ def test_a_row_stands_alone():
     other[:, :, 5::7] = one[:, :, 5::7]
     a, b = gk.flash_attn(q, k, v, attn_mask=one), gk.flash_attn(q, k, v, attn_mask=other)
     assert torch.equal(a[:, :, 5::7], b[:, :, 5::7])
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_random_calls(seed):
+    """Any mask and bias beside any rule, forward and backward. Keys that no query sees hold NaN."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=gen))]
+
+    def normal(*shape, dtype=F64):
+        return (torch.randn(*shape, generator=gen, dtype=F64) + 0.25).to(dtype).cuda()
+
+    dtype, batch, heads_kv = pick(BF16, F16), pick(1, 2), pick(1, 2)
+    heads = heads_kv * pick(1, 2, 3)
+    seq_q, seq_k = pick(1, 5, 130, 300, 640), pick(70, 200, 384, 517, 1100)
+    dim = pick(32, 64, 72, 128, 192, 256)
+    dim_v = pick(dim, dim, 64, 128)
+    rules = {}
+    for _ in range(pick(0, 1, 1, 2)):
+        rules |= pick(
+            {"is_causal": True, "diagonal": seq_k - seq_q},
+            {"window_left": 90, "window_right": 60},
+            {"softcap": 4.0},
+            {"alibi_slopes": torch.rand(heads, generator=gen).cuda()},
+            {"kv_start": torch.full((batch,), 9, dtype=torch.int32, device="cuda")},
+            {"kv_end": torch.full((batch,), seq_k - 20, dtype=torch.int32, device="cuda")},
+            {"dropout_p": 0.3, "dropout_seed": torch.tensor([seed, 1]).cuda()},
+        )
+    leaves = {
+        "q": normal(batch, heads, seq_q, dim, dtype=dtype),
+        "k": normal(batch, heads_kv, seq_k, dim, dtype=dtype),
+        "v": normal(batch, heads_kv, seq_k, dim_v, dtype=dtype),
+    }
+    mask = None
+    if pick(True, True, False):
+        name, make, args, options = list(masks(seq_q, seq_k))[pick(0, 1, 2, 3, 4)]
+        shared = [x[:1, :1] if isinstance(x, torch.Tensor) else x for x in args]
+        mask = make(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in shared), **options)
+    if mask is None or pick(True, False):
+        shape = [pick(1, n) for n in (batch, heads, seq_q, seq_k)]
+        leaves["bias"] = normal(*shape, dtype=pick(dtype, dtype, F32))
+    if pick(False, False, True):
+        leaves["distance_bias"] = normal(pick(1, heads), seq_q + seq_k - 1, dtype=F32)
+    if pick(False, False, True):
+        leaves["sinks"] = normal(heads, dtype=F32)
+    grad, grad_lse = normal(batch, heads, seq_q, dim_v), normal(batch, heads, seq_q)
+    seen = torch.ones(seq_k, dtype=torch.bool, device="cuda")
+    if mask is not None:
+        seen = mask.dense().any(2).flatten(0, 1).any(0)
+
+    def run(attend, own, **given):
+        own = {name: x.clone().requires_grad_() for name, x in own.items()}
+        out, lse = attend(**own, attn_mask=mask, return_lse=True, **given)
+        lse = torch.where(lse.isfinite(), lse, 0)
+        ((out * grad.to(out.dtype)).sum() + (lse * grad_lse.to(lse.dtype)).sum()).backward()
+        return {"out": out.detach(), "lse": lse.detach()} | {n: x.grad for n, x in own.items()}
+
+    def poisoned(value):
+        own = dict(leaves)
+        for name in ("k", "v"):
+            own[name] = torch.where(seen[:, None], own[name], value)
+        return own
+
+    wide = {n: x.double() for n, x in poisoned(0.0).items()}
+    wide_rules = {
+        n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for n, x in rules.items()
+    }
+    want = run(reference.flash_attn, wide, **wide_rules)
+    got = run(gk.flash_attn, poisoned(math.nan), **rules)
+    limit = {BF16: 2e-2, F16: 8e-3}[dtype]
+    for name, ref in want.items():
+        assert got[name].isfinite().all(), name
+        error, size = (got[name].double() - ref).norm(), ref.norm()
+        assert error <= limit * max(size, 1e-2 * ref.numel() ** 0.5), (name, error / size)
+
+
+def test_deterministic_gradients():
+    """The same bits twice, with every bias."""
+    q, k, v = (draw((2, 4, 200, 64), BF16, seed).cuda().requires_grad_() for seed in range(3))
+    bias = draw((1, 4, 200, 200), BF16, 3).cuda().requires_grad_()
+    distance = draw((4, 399), F32, 4).cuda().requires_grad_()
+    runs = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            out = gk.flash_attn(q, k, v, bias=bias, distance_bias=distance)
+            runs.append(torch.autograd.grad(out.float().square().sum(), (q, k, v, bias, distance)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_captured(dim):
+    """Builder, forward and backward in one graph, which serves other contents of the mask."""
+    q, k, v = (draw((1, 4, 300, dim), BF16, seed).cuda().requires_grad_() for seed in range(3))
+    bits = bools(1, 1, 300, 300).cuda()
+
+    def call():
+        out = gk.flash_attn(q, k, v, attn_mask=bits)
+        return (out, *torch.autograd.grad(out.float().sum(), (q, k, v)))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        results = call()
+    bits.copy_(bools(1, 1, 300, 300, share=0.1, seed=5))
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(results, call(), strict=True):
+        near(got, want.cpu(), BF16)

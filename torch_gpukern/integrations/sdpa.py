@@ -12,14 +12,16 @@ implementations.
     restore_flash_attention_impl()
 
 Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA,
-runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. On the CPU that includes
-calls with attn_mask, bool or float: PyTorch hands a float mask down, which is a bias here. A row
-that the mask hides from all keys gives 0, and so does one whose mask is the lowest finite number
-throughout, which PyTorch averages. A call that gpukern does not serve (a debug mask, a mask on
-CUDA, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with the arguments it came with.
-PyTorch chooses before us: calls that it gives to cuDNN, to its memory-efficient or its math kernel,
-and the inference fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer, never come
-here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
+runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. Calls with attn_mask, bool
+or float, are included: PyTorch hands a float mask down, which is a bias here, with a gradient. On
+CUDA PyTorch's flash kernel takes no mask, so masked calls are taken from its memory-efficient and
+its cuDNN kernel. A row that the mask hides from all keys gives 0, and so does one whose mask is the
+lowest finite number throughout, which PyTorch averages. A call that gpukern does not serve (a debug
+mask, a mask with dropout, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with
+the arguments it came with. PyTorch chooses before us: calls without a mask that it gives to cuDNN or
+to its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
+nn.MultiheadAttention and nn.TransformerEncoderLayer, never come here.
+``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
 import functools
@@ -40,6 +42,8 @@ __all__ = ["register"]
 
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _CUDA = "_scaled_dot_product_flash_attention"
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
+_CUDNN = "_scaled_dot_product_cudnn_attention"
 
 
 class _Handle:
@@ -80,6 +84,10 @@ def _activate() -> _Handle:
     if torch.version.cuda is not None and ops.cuda_kernels.default():
         _override(library, _CUDA, "CUDA", _forward_cuda)
         _override(library, f"{_CUDA}_backward", "CUDA", _backward_cuda)
+        _override(library, _EFFICIENT, "CUDA", _forward_efficient)
+        _override(library, f"{_EFFICIENT}_backward", "CUDA", _backward_efficient)
+        _override(library, _CUDNN, "CUDA", _forward_cudnn)
+        _override(library, f"{_CUDNN}_backward", "CUDA", _backward_cudnn)
     return _Handle(library)
 
 
@@ -173,8 +181,8 @@ def _is_dense(x: Tensor) -> bool:
 
 # ---- kernels -------------------------------------------------------------------------------------
 # Parameters have the schema's names. `more` and `others` are arguments that only another torch has:
-# where they are given, its own kernel knows what they mean. So it does with debug masks, on CUDA
-# with masks, and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA
+# where they are given, its own kernel knows what they mean. So it does with debug masks, with masks
+# beside dropout, and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA
 # our seed, int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
 
 
@@ -212,18 +220,21 @@ def _backward(
     is_causal: bool,
     scale: float | None,
     mask: Tensor | None = None,
+    need_bias: bool = False,
     **dropout: Any,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, ...] | None:
+    """The gradients of q, k, v and, with need_bias, of the mask."""
     if not _serves(q, k, v, is_causal):
         return None
     if mask is not None:
         bias = _bias_of(q, k, mask)
         if bias is None:
             return None
-        return _masked_backward_op(
+        found = _masked_backward_op(
             grad_out, q, k, v, out, lse.contiguous(), bias=bias, is_causal=is_causal, scale=scale,
-            deterministic=are_deterministic(),
-        )[:3]  # fmt: skip
+            deterministic=are_deterministic(), need_bias=need_bias,
+        )  # fmt: skip
+        return (*found[:3], found[4]) if need_bias else found[:3]
     return _backward_op(
         grad_out,
         q,
@@ -329,6 +340,129 @@ def _backward_cuda(
     return tuple(
         g if _is_dense(x) else _stored(g, torch.empty_like(x).stride())
         for g, x in zip(found, inputs)
+    )
+
+
+# ---- CUDA's calls with a mask --------------------------------------------------------------------
+
+
+def _narrow(bias: Tensor) -> Tensor:
+    """bias without the repetitions that PyTorch's `expand` made of it."""
+    return bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
+
+
+def _no_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands where PyTorch keeps the state of its generator; nothing was drawn."""
+    return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
+
+
+def _forward_efficient(
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    *more,
+    scale=None,
+    **others,
+) -> tuple | None:
+    if attn_bias is None or dropout_p or is_causal or more or others:
+        return None
+    found = _forward(query, key, value, False, scale, _narrow(attn_bias))
+    if found is None:
+        return None
+    out, lse = found
+    batch, heads, seq = lse.shape
+    padded = lse.new_empty(batch, heads, -(-seq // 32) * 32 if compute_log_sumexp else 0)
+    if compute_log_sumexp:
+        padded[:, :, :seq] = lse
+    return _stored(out, _heads_inside(out)), padded, *_no_state(query)
+
+
+def _backward_efficient(
+    grad_out_,
+    query,
+    key,
+    value,
+    attn_bias,
+    out,
+    logsumexp,
+    philox_seed,
+    philox_offset,
+    dropout_p,
+    grad_input_mask,
+    is_causal=False,
+    *more,
+    scale=None,
+    **others,
+) -> tuple | None:
+    if attn_bias is None or dropout_p or is_causal or more or others:
+        return None
+    need = grad_input_mask[3]
+    bias = attn_bias if need else _narrow(attn_bias)
+    lse = logsumexp[:, :, : query.shape[2]]
+    found = _backward(grad_out_, query, key, value, out, lse, False, scale, bias, need_bias=need)
+    if found is None:
+        return None
+    grads = tuple(_stored(x, _heads_inside(x)) for x in found[:3])
+    return *grads, found[3] if need else None
+
+
+def _forward_cudnn(
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *more,
+    scale=None,
+    **others,
+) -> tuple | None:
+    if attn_bias is None or dropout_p or is_causal or return_debug_mask or more or others:
+        return None
+    found = _forward(query, key, value, False, scale, _narrow(attn_bias))
+    if found is None:
+        return None
+    out, lse = found
+    lengths = query.shape[2], key.shape[2]
+    return out, lse[..., None], None, None, *lengths, *_no_state(query), None
+
+
+def _backward_cudnn(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    philox_seed,
+    philox_offset,
+    attn_bias,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    *more,
+    scale=None,
+    **others,
+) -> tuple | None:
+    if attn_bias is None or dropout_p or is_causal or more or others:
+        return None
+    lse = logsumexp[..., 0]
+    found = _backward(grad_out, query, key, value, out, lse, False, scale, _narrow(attn_bias))
+    if found is None:
+        return None
+    inputs = query, key, value
+    return tuple(
+        g if _is_dense(x) else _stored(g, torch.empty_like(x).stride())
+        for g, x in zip(found, inputs, strict=True)
     )
 
 

@@ -113,13 +113,12 @@ def register(name: str = "gpukern") -> None:
         ValueError: a name with "flash" in it.
         ImportError: a transformers whose masks are asked for in another way.
 
-    On the CPU also: masks that are matrices, mask functions of a model's or user's own, blocks of
+    Also served: masks that are matrices, mask functions of a model's or user's own, blocks of
     tokens that see each other, chunked attention, position biases, and padding between tokens.
 
-    The forward pass raises ValueError, with what to use instead, for output_attentions, sparse
-    indices, and on CUDA for the masks of the last paragraph. Compiled code cannot look at a mask's
-    values: there packed position_ids, blocks, and padding between tokens raise when the model runs
-    (on CUDA as a failed device assertion).
+    The forward pass raises ValueError, with what to use instead, for output_attentions and sparse
+    indices. Compiled code cannot look at a mask's values: there packed position_ids, blocks, and
+    padding between tokens raise when the model runs (on CUDA as a failed device assertion).
     """
     if "flash" in name:
         raise ValueError(
@@ -312,12 +311,6 @@ class _NoRule(Exception):
 
 def _dense(device: torch.device | str, **how: Any) -> Tensor:
     """The mask as a bool matrix [B, 1, Sq, Sk], as "sdpa" gets it."""
-    if torch.device(device).type == "cuda":
-        raise _refuse(
-            "a mask that is no causal rule, window and interval of keys, on CUDA; matrices are the "
-            "CPU's so far",
-            _SDPA,
-        )
     return hf.sdpa_mask(
         **how, device=device, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
@@ -582,14 +575,8 @@ def _is_matrix(mask: Any) -> bool:
     return isinstance(mask, Tensor) and (mask.dtype is torch.bool or mask.is_floating_point())
 
 
-def _refuse_on_cuda(query: Tensor, what: str) -> None:
-    if query.is_cuda:
-        raise _refuse(f"{what} on CUDA; flash_attn takes it on the CPU so far", _SDPA)
-
-
 def _bias_of(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A bias [.., Sq, Sk or more] as flash_attn takes it."""
-    _refuse_on_cuda(query, "a bias, or a mask of floats,")
     bias = bias[..., : key.shape[2]]
     return bias if bias.dtype in (query.dtype, torch.float32) else bias.to(query.dtype)
 
@@ -601,7 +588,6 @@ def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
         bias = _bias_of(mask, query, key)
         rules["bias"] = rules["bias"] + bias if "bias" in rules else bias
         return
-    _refuse_on_cuda(query, "a mask that is a matrix")
     if torch.compiler.is_compiling():
         rules["attn_mask"] = mask[..., : key.shape[2]]
         return

@@ -53,14 +53,17 @@ def paged_attn(
     is_causal those up to ``p + window_right``.
 
     Args:
-        q: [T, Hq, D] float32, bfloat16, float16 or float64.
+        q: [T, Hq, D] float32, bfloat16, float16 or float64. D and Dv: 1 to 576, on CUDA multiples
+            of 8.
         k_cache: [num_blocks, block_size, Hkv, D] in q's dtype or of 8 bits: float8_e4m3fn,
             float8_e5m2 or int8. Any strides that leave the last dimension contiguous: a cache
             stored
             [num_blocks, Hkv, block_size, D] is a transposed view, and a contiguous cache [B, Hkv,
             S, D] is
             one of a single page per sequence.
-        v_cache: [num_blocks, block_size, Hkv, Dv], likewise, k_cache's dtype.
+        v_cache: [num_blocks, block_size, Hkv, Dv], likewise, k_cache's dtype. Latent attention
+            (MLA) passes ``cache[..., :512]`` of a cache [num_blocks, block_size, 1, 576]: the
+            kernels then read each row once.
         block_table: [B, max_blocks] int32, the pages of each sequence. Only the first
             ``ceil(seq_lens[b] / block_size)`` entries of a row are read, and those of pages wholly
             to the left of every window or of kv_start may hold anything. Sequences may share pages.

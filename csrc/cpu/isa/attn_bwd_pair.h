@@ -138,8 +138,9 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                         d = (vf)((vi)(d * t->keep_factor) & kept);
                     }
                     ds[u][v] = y * (d - t->delta[lane]);
-                    /* dP of a hidden pair may be NaN */
+                    /* dP and the score of a hidden pair may be NaN */
                     if (own) ds[u][v] = vf_select(seen, ds[u][v], vf_set1(0));
+                    if (own) slope_of_cap = vf_select(seen, slope_of_cap, vf_set1(1));
                     if (own && w->raw) vf_store(w->raw + at, ds[u][v]);
                     if (modified && t->left) t->left[lane] += ds[u][v];
                     if (modified) ds[u][v] = ds[u][v] * slope_of_cap;

@@ -10,11 +10,12 @@
  * range of heads, where the heads of q, k and v are numbered consecutively. It takes the tokens
  * in order, so that the last of two tokens with one slot stays. No workspace. Not served:
  * float64 (ref/). */
+#include "../../core/paged.h"
 #include "codes_vec.h"
 #include "rows.h"
 
 enum {
-    MOST_COLUMNS = 512 /* head_dim */
+    MOST_COLUMNS = GK_CACHE_HEAD_DIM
 };
 
 typedef struct job {

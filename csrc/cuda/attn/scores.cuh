@@ -45,9 +45,10 @@ template <class W> struct HeadScores {
             *value = (W)((const double *)bias)[at];
             return *value > (W)-DBL_MAX || *value != *value;
         case GK_F16: *value = (W)to_acc(((const __half *)bias)[at]); return !(*value <= (W)-65504);
-        default:
+        case GK_BF16:
             *value = (W)to_acc(((const __nv_bfloat16 *)bias)[at]);
             return !(*value <= (W)-0x1.fep127);
+        default: return false; /* check_scores refuses other dtypes */
         }
     }
     /* Adds the biases of row i and key j to s; false: the key is hidden. */

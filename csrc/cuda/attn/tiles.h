@@ -116,7 +116,7 @@ template <class Base, int MASK_, int BIAS_> struct ScoresOf<FwdMasked<Base, MASK
  * TFLOP/s with 16 heads of 8k tokens, 750 with 6, 748 with 32, 649 head by head (causal as a mask,
  * one H200). */
 constexpr double FWD_MASK_L2_SHARE = 1.1;
-/* Blocks of keys whose classes a masked tile keeps in shared memory, 32 a word: 131,072 keys. */
+/* Blocks of keys whose kinds a masked tile keeps in shared memory, 32 a word: 131,072 keys. */
 constexpr int FWD_MASK_BLOCKS = 1024;
 /* 128 rows: causal 215 at 512, where 192 rows reach 178; 295 and 285 at 1k */
 struct FwdHopper64Short : FwdHopper128 {

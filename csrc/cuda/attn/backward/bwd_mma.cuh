@@ -47,14 +47,34 @@ __device__ __forceinline__ void mma_rows(float (&c)[M][N][4], smem_addr a_at, sm
     }
 }
 
-/* c [16 * M][8 * N] += a [16 * M][16] B, where B is 16 rows and 8 * N columns of a tile. */
-template <class TileB, class T, int M, int N>
+/* Two elements, with NaN and infinities replaced by finite numbers: 0 times them is 0. */
+template <class T> __device__ __forceinline__ uint32_t finite2(uint32_t x);
+template <> __device__ __forceinline__ uint32_t finite2<__nv_bfloat16>(uint32_t x) {
+    const uint32_t most = 0x7f7f7f7fu, least = 0xff7fff7fu;
+    const __nv_bfloat162 y =
+        __hmin2(__hmax2(*(const __nv_bfloat162 *)&x, *(const __nv_bfloat162 *)&least),
+                *(const __nv_bfloat162 *)&most);
+    return *(const uint32_t *)&y;
+}
+template <> __device__ __forceinline__ uint32_t finite2<__half>(uint32_t x) {
+    const uint32_t most = 0x7bff7bffu, least = 0xfbfffbffu;
+    const __half2 y =
+        __hmin2(__hmax2(*(const __half2 *)&x, *(const __half2 *)&least), *(const __half2 *)&most);
+    return *(const uint32_t *)&y;
+}
+
+/* c [16 * M][8 * N] += a [16 * M][16] B, where B is 16 rows and 8 * N columns of a tile. FINITE:
+ * the elements of B that a mask hides may be NaN or infinite; a is 0 there. */
+template <class TileB, class T, bool FINITE = false, int M, int N>
 __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t (&a)[M][4],
                                             smem_addr b_base) {
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
         uint32_t b[4];
         load_frag_b_trans(b, TileB::along(b_base, 2 * n));
+        if (FINITE)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) b[e] = finite2<T>(b[e]);
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             mma_add<T>(c[m][2 * n], a[m], b);

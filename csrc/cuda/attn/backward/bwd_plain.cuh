@@ -284,12 +284,14 @@ __device__ __forceinline__ W score_gradient(const BwdPlain &g, const Sequence &s
 }
 
 __device__ __forceinline__ void store_bias(void *to, gk_dtype dtype, int64_t at, double value) {
-    switch (dtype) {
-    case GK_F32: ((float *)to)[at] = (float)value; break;
-    case GK_F64: ((double *)to)[at] = value; break;
-    case GK_F16: ((__half *)to)[at] = from_acc<__half>((float)value); break;
-    default: ((__nv_bfloat16 *)to)[at] = from_acc<__nv_bfloat16>((float)value);
-    }
+    if (dtype == GK_F64)
+        ((double *)to)[at] = value;
+    else if (dtype == GK_F32)
+        ((float *)to)[at] = (float)value;
+    else if (dtype == GK_F16)
+        ((__half *)to)[at] = from_acc<__half>((float)value);
+    else
+        ((__nv_bfloat16 *)to)[at] = from_acc<__nv_bfloat16>((float)value);
 }
 
 template <class T>

@@ -25,6 +25,11 @@
  *    PAIRS                     | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
  *    SHARED otherwise          | S | dP, P | dS | barrier | dV | dK | dQ
  *
+ * With SCORES the call has a mask or biases (../scores_mma.cuh). Steps whose block of a stored mask
+ * is empty are left out. A hidden row or key may hold NaN, so the elements of dO, Q and K that P
+ * and dS are multiplied by are made finite; a NaN of dO that counts comes in by delta. Gradients of
+ * biases are stored, or added up in float32 by atomic adds if the bias broadcasts.
+ *
  * In deterministic calls flash_attn_bwd_dq_sm80 computes dq and this kernel leaves it out (ADD
  * false). Not handled: float32 (flash_attn_bwd_simt); float64 and unaligned rows
  * (flash_attn_bwd_plain). */
@@ -35,6 +40,7 @@
 #include "../../ptx/laneid.cuh"
 #include "bwd_mma.cuh"
 #include "../drop.cuh"
+#include "../scores_mma.cuh"
 
 namespace {
 
@@ -102,7 +108,7 @@ static_assert(store_ways<Shape<Bwd64>::Scores>() == 1 && store_ways<Shape<Bwd128
 /* ---- 2. helpers ------------------------------------------------------------------------------ */
 /* Computes dQ [BQ][D] of a tile and adds it into dq_sum. The threads of a warp add to 128
  * contiguous bytes. */
-template <class Tile, class T>
+template <class Tile, class T, bool SCORES = false>
 __device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, smem_addr k_s,
                                        int warp, int lane) {
     typedef Shape<Tile> X;
@@ -116,7 +122,7 @@ __device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, s
 #pragma unroll
         for (int m = 0; m < X::DQ_M; ++m)
             load_frag_a_trans(a[m], X::Scores::down(X::Scores::along(a_base, 2 * m), 16 * kk));
-        mma_columns<typename X::Keys, T>(c, a, X::Keys::down(b_base, 16 * kk));
+        mma_columns<typename X::Keys, T, SCORES>(c, a, X::Keys::down(b_base, 16 * kk));
     }
     float *to = sum_g + (int64_t)tile * (X::BQ * X::D) + threadIdx.x;
 #pragma unroll
@@ -220,6 +226,155 @@ __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&
                           derivative;
             if (DROP && !kept) s[m][n][r] = 0;
         }
+}
+
+/* A call with a mask or biases. P: Bwd or Dropping<Bwd>. */
+template <class P> struct ScoredBwd : Scored<P> {
+    /* Where the gradients of pairs go, with strides that are 0 where the bias broadcasts; NULL =
+     * not wanted. They are stored in the bias's dtype, or added if `sums` (float32). */
+    void *dbias;
+    int64_t dbias_stride[4];
+    bool sums;
+    float *ddistance; /* [Hq or 1][Sq + Sk - 1]; NULL = not wanted */
+    int64_t ddistance_head;
+};
+template <class P> __host__ __device__ inline float drop_factor(const ScoredBwd<P> &p) {
+    return drop_factor((const P &)p);
+}
+
+/* The next step with a block that is not empty, from (*head, *tile) on. */
+template <class Tile, class G>
+__device__ __forceinline__ bool seen_step(const G &g, int b, int j0, int tile_lo, int tile_hi,
+                                          int head_end, int *head, int *tile) {
+    const MmaScores &x = g.scores;
+    for (; *head < head_end; ++*head, *tile = tile_lo) {
+        if (!x.mask && *tile < tile_hi) return true;
+        if (!x.mask) continue;
+        const int32_t *data = mask_of(x, b, *head);
+        for (; *tile < tile_hi; ++*tile)
+            if (block_flag(x, data, *tile * Tile::bq, j0) != GK_BLOCK_EMPTY) return true;
+    }
+    return false;
+}
+
+/* What a lane's keys have in common in a step. */
+template <int M> struct StepScores {
+    uint32_t bits[M][2]; /* bit 2 n + e: query mask.row + 8 n + e sees the key */
+    float bias[M][2];    /* of a bias that is the same for all queries */
+    bool whole;          /* nothing is hidden or added */
+};
+template <class T, int M, class G>
+__device__ __forceinline__ StepScores<M> step_scores(const G &g, int b, int head, const Mask &mask,
+                                                     bool in_span) {
+    const MmaScores &x = g.scores;
+    StepScores<M> y;
+    y.whole = in_span && !x.bias && !x.distance && !g.p.rules.modified;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+        y.bits[m][0] = y.bits[m][1] = ~0u;
+        y.bias[m][0] = y.bias[m][1] = 0;
+    }
+    if (x.bias && x.bias_stride[2] == 0) {
+        const char *from = bias_of<T>(x, b, head);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int key = min(mask.key + 16 * m + 8 * h, x.seq_k - 1);
+                const float v = bias_at<T>(x, from, key * x.bias_stride[3]);
+                y.bias[m][h] = v <= x.least ? -INFINITY : v;
+            }
+    }
+    if (!x.mask) return y;
+    const int32_t *data = mask_of(x, b, head);
+    if ((block_flag(x, data, mask.row, mask.key) & 3) <= GK_BLOCK_FULL) return y;
+    y.whole = false;
+    const int first = mask.row / GK_MASK_TILE * GK_MASK_TILE + mask.row % 8,
+              skip = mask.row % GK_MASK_TILE / 8 * 2;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            y.bits[m][h] = bits_of_key(x, data, mask.key + 16 * m + 8 * h, first) >> skip;
+    return y;
+}
+
+/* Adds the gradients of pairs to those of the biases. i, j: query and key of ds[0][0]; keys lie as
+ * in addends_of. Pairs past seq_q, and hidden ones, are 0 and are left out. */
+template <class T, int M, class G>
+__device__ __forceinline__ void store_bias_gradients(const G &g, const float (&ds)[M][4],
+                                                     const bool (&visible)[M][4], int b, int head,
+                                                     int i, int j) {
+    if (g.dbias) {
+        const int64_t own = b * g.dbias_stride[0] + head * g.dbias_stride[1];
+        if (g.dbias_stride[2] == 0 && g.sums) { /* a sum of the quad's rows for each key */
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float sum = (visible[m][2 * h] ? ds[m][2 * h] : 0) +
+                                (visible[m][2 * h + 1] ? ds[m][2 * h + 1] : 0);
+                    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                    const int key = j + 16 * m + 8 * h;
+                    if (threadIdx.x % 4 == 0 && key < g.p.seq_k)
+                        atomicAdd((float *)g.dbias + own + key * g.dbias_stride[3], sum);
+                }
+        } else {
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    if (!visible[m][r]) continue;
+                    const int64_t at = own + (i + r % 2) * g.dbias_stride[2] +
+                                       (j + 16 * m + r / 2 * 8) * g.dbias_stride[3];
+                    if (g.sums)
+                        atomicAdd((float *)g.dbias + at, ds[m][r]);
+                    else if (g.scores.wide)
+                        ((float *)g.dbias)[at] = ds[m][r];
+                    else
+                        ((T *)g.dbias)[at] = from_f32<T>(ds[m][r]);
+                }
+        }
+    }
+    if (g.ddistance) {
+        float *to = g.ddistance + head * g.ddistance_head + (g.p.seq_q - 1);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                if (visible[m][r]) atomicAdd(to + (j + 16 * m + r / 2 * 8) - (i + r % 2), ds[m][r]);
+    }
+}
+
+/* modified_gradients of a call with a mask or biases. */
+template <class T, bool DROP, int M, int N, class G>
+__device__ __forceinline__ void
+scored_gradients(const G &g, float (&s)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats,
+                 const Score &score, float distance0, const Mask &mask, uint2 keep, float factor,
+                 int b, int head, const StepScores<M> &step) {
+    float ds[M][4];
+    bool visible[M][4];
+    addends_of<T>(ds, g.scores, b, head, mask.row + 8 * n, mask.key, step.bits, step.bias, n);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float distance = distance0 + (n * 8 + r % 2 - m * 16 - r / 2 * 8);
+            const float lse = __uint_as_float(r & 1 ? stats.z : stats.x),
+                        delta = __uint_as_float(r & 1 ? stats.w : stats.y);
+            float derivative;
+            const float logit = score_fast(score, s[m][n][r], distance, &derivative) + ds[m][r];
+            visible[m][r] =
+                mask.sees(m, n, r) && ds[m][r] != -INFINITY && mask.row + 8 * n + r % 2 < g.p.seq_q;
+            const float w = visible[m][r] ? ex2_approx_ftz(logit * LOG2_E - lse) : 0;
+            const bool kept = !DROP || ((r & 1 ? keep.y : keep.x) & 1u << (16 * m + 8 * (r / 2)));
+            if (DROP) dp[m][n][r] = kept ? dp[m][n][r] * factor : 0;
+            ds[m][r] = w * (dp[m][n][r] - delta);
+            s[m][n][r] = kept ? w : 0;
+            dp[m][n][r] = visible[m][r] ? ds[m][r] * derivative : 0;
+        }
+    store_bias_gradients<T>(g, ds, visible, b, head, mask.row + 8 * n, mask.key);
 }
 
 template <class Scores, class T, int M, int N>
@@ -326,11 +481,25 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
 }
 
 /* ---- 3. dK, dV, and dQ added up -------------------------------------------------------------- */
+template <int M, bool SCORES> struct StepOf {
+    struct type {};
+};
+template <int M> struct StepOf<M, true> {
+    typedef StepScores<M> type;
+};
+template <bool DROP, bool SCORES> struct ParamsOf {
+    typedef typename dropping_if<Bwd, DROP>::type type;
+};
+template <bool DROP> struct ParamsOf<DROP, true> {
+    typedef ScoredBwd<typename dropping_if<Bwd, DROP>::type> type;
+};
+
 /* ADD false: another kernel computes dq. DROP: dropout; requires MODIFIED. Grad: type of dK and
- * dV, T or float. */
-template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T>
+ * dV, T or float. SCORES: a mask or biases; requires MODIFIED. */
+template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T,
+          bool SCORES = false>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
-    bwd_sm80_kernel(const __grid_constant__ typename dropping_if<Bwd, DROP>::type g) {
+    bwd_sm80_kernel(const __grid_constant__ typename ParamsOf<DROP, SCORES>::type g) {
     typedef Shape<Tile> X;
     typedef Smem<Tile> S;
     typedef typename X::Keys Keys;
@@ -393,7 +562,12 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 
     float dk[X::M][NC][4] = {}, dv[X::M][NC][4] = {};
     int head = kv_head * p.group, tile = tile_lo, stage = 0;
+    static_assert(!SCORES || (GK_MASK_TILE % BQ == 0 && GK_MASK_TILE % BKV == 0),
+                  "a step lies in one block of a mask");
     bool more = tile_lo < tile_hi;
+    if constexpr (SCORES)
+        more = more &&
+               seen_step<Tile>(g, b, j0, tile_lo, tile_hi, (kv_head + 1) * p.group, &head, &tile);
     int last_dq = -1; /* where the previous step's dQ belongs, in tiles of dq_sum */
     const float scale_log2 = (float)p.rules.scale * LOG2_E;
 
@@ -418,16 +592,22 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         __syncthreads();
         const uint4 range = ld_shared_128(smem_s + S::range);
         const bool last_tile = tile + 1 == (int)range.y;
-        const int next_tile = last_tile ? (int)range.x : tile + 1,
-                  next_head = last_tile ? head + 1 : head;
-        more = next_head < (int)range.z;
+        int next_tile = last_tile ? (int)range.x : tile + 1,
+            next_head = last_tile ? head + 1 : head;
+        if constexpr (SCORES)
+            more =
+                seen_step<Tile>(g, (int)ld_shared_128(smem_s + S::source + 16).w, j0, (int)range.x,
+                                (int)range.y, (int)range.z, &next_head, &next_tile);
+        else
+            more = next_head < (int)range.z;
         if (more)
             copy_step<T, Tile>(g, smem_s, stage ^ 1, next_head, next_tile,
                                next_head * g.row_tiles + (int)range.w + next_tile);
         cp_async_commit_group();
         if (ADD && !SHARED && last_dq >= 0)
-            add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
-                            smem_s + S::k, warp, lane);
+            add_dq<Tile, T, SCORES>(g.dq_sum, last_dq,
+                                    smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k,
+                                    warp, lane);
         last_dq = head * g.row_tiles + (int)range.w + tile;
         /* 3.4 S^T */
         const smem_addr q_s = stage * Queries::bytes, grad_out_s = q_s + (S::grad_out - S::q);
@@ -459,11 +639,31 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
             const Score score = load_score(smem_s + S::source, g, head);
             /* for element [0][0][0] */
             const float distance0 = (float)(mask.row + score.position0 - mask.key);
+            typename StepOf<X::M, SCORES>::type step;
+            if constexpr (SCORES)
+                step = step_scores<T, X::M>(g, (int)ld_shared_128(smem_s + S::source + 16).w, head,
+                                            mask, tile >= (int)full.x && tile < (int)full.y);
 #pragma unroll
             for (int n = 0; n < NQ; ++n) {
                 const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
-                modified_gradients<DROP>(sc, dp, n, ld_shared_128(stats_s + n * 64), score,
-                                         distance0, mask, keep, drop_factor(g));
+                if constexpr (SCORES) {
+                    uint4 stats = ld_shared_128(stats_s + n * 64);
+                    /* a NaN of dO, whose product with P is made finite, comes in by delta */
+                    stats.x = __float_as_uint(
+                        fmaf(__uint_as_float(stats.y), 0.f, __uint_as_float(stats.x)));
+                    stats.z = __float_as_uint(
+                        fmaf(__uint_as_float(stats.w), 0.f, __uint_as_float(stats.z)));
+                    if (!DROP && step.whole) {
+                        weights(sc, n, stats, scale_log2);
+                        gradients(sc, dp, n, stats);
+                    } else {
+                        scored_gradients<T, DROP>(
+                            g, sc, dp, n, stats, score, distance0, mask, keep, drop_factor(g),
+                            (int)ld_shared_128(smem_s + S::source + 16).w, head, step);
+                    }
+                } else
+                    modified_gradients<DROP>(sc, dp, n, ld_shared_128(stats_s + n * 64), score,
+                                             distance0, mask, keep, drop_factor(g));
                 if (PAIRS) store_scores<Scores, T>(scores_base, sc, n);
             }
         }
@@ -495,7 +695,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 #pragma unroll
                 for (int m = 0; m < X::M; ++m)
                     load_frag_a(a[m], Scores::down(Scores::along(p_base, 2 * kk), 16 * m));
-                mma_columns<Queries, T>(dv, a, Queries::down(q_trans_base + grad_out_s, 16 * kk));
+                mma_columns<Queries, T, SCORES>(dv, a,
+                                                Queries::down(q_trans_base + grad_out_s, 16 * kk));
 #pragma unroll
                 for (int n = NQ * kk / (BQ / 16); PAIRS && n < NQ * (kk + 1) / (BQ / 16); ++n) {
                     if (!MODIFIED) gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
@@ -511,18 +712,19 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 for (int m = 0; m < X::M; ++m)
                     load_frag_a(
                         a[m], Scores::down(Scores::along(p_base + Scores::bytes, 2 * kk), 16 * m));
-                mma_columns<Queries, T>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
+                mma_columns<Queries, T, SCORES>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
             }
             if (ADD)
-                add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + Scores::bytes,
-                                smem_s + S::k, warp, lane);
+                add_dq<Tile, T, SCORES>(g.dq_sum, last_dq, smem_s + S::scores + Scores::bytes,
+                                        smem_s + S::k, warp, lane);
         } else {
 #pragma unroll
             for (int kk = 0; kk < NQ / 2; ++kk) {
                 uint32_t a[X::M][4];
 #pragma unroll
                 for (int m = 0; m < X::M; ++m) acc_to_a<T>(a[m], sc[m][2 * kk], sc[m][2 * kk + 1]);
-                mma_columns<Queries, T>(dv, a, Queries::down(q_trans_base + grad_out_s, 16 * kk));
+                mma_columns<Queries, T, SCORES>(dv, a,
+                                                Queries::down(q_trans_base + grad_out_s, 16 * kk));
 #pragma unroll
                 for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
                     if (!MODIFIED) gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
@@ -534,7 +736,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 uint32_t a[X::M][4];
 #pragma unroll
                 for (int m = 0; m < X::M; ++m) acc_to_a<T>(a[m], dp[m][2 * kk], dp[m][2 * kk + 1]);
-                mma_columns<Queries, T>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
+                mma_columns<Queries, T, SCORES>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
             }
         }
         tile = next_tile;
@@ -545,8 +747,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     cp_async_wait_group<0>();
     __syncthreads(); /* the last dS^T is complete */
     if (ADD && !SHARED && last_dq >= 0) {
-        add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
-                        smem_s + S::k, warp, lane);
+        add_dq<Tile, T, SCORES>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
+                                smem_s + S::k, warp, lane);
         __syncthreads(); /* K is no longer read */
     }
     store_keys<T, Tile, Grad>(g, smem_s, dk, dv, warp_kv, sharer, lane);

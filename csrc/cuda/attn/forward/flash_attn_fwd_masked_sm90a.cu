@@ -191,11 +191,18 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
     ROW("flash_attn_fwd_masked_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
         ROW("flash_attn_fwd_masked_sm90a_f16_" label, __half, GK_F16, TILE)
 
+typedef FwdMasked<FwdHopper64Short, 1, 0> Masked64;
+typedef FwdMasked<FwdHopper64Short, 0, 1> Biased64;
+typedef FwdMasked<FwdHopper64Short, 1, 1> MaskedBiased64;
 typedef FwdMasked<FwdHopper128, 1, 0> Masked128;
 typedef FwdMasked<FwdHopper128, 0, 1> Biased128;
 typedef FwdMasked<FwdHopper128, 1, 1> MaskedBiased128;
 
-const gk_cuda_instance instances[] = {ROWS("d128_mask", Masked128), ROWS("d128_bias", Biased128),
+const gk_cuda_instance instances[] = {ROWS("d64_mask", Masked64),
+                                      ROWS("d64_bias", Biased64),
+                                      ROWS("d64_mask_bias", MaskedBiased64),
+                                      ROWS("d128_mask", Masked128),
+                                      ROWS("d128_bias", Biased128),
                                       ROWS("d128_mask_bias", MaskedBiased128)};
 
 } // namespace

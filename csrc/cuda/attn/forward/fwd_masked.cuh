@@ -14,7 +14,7 @@
 
 #include "fwd_producer.cuh"
 
-/* The list of a tile: 4 block + class. */
+/* The list of a tile: 4 block + kind. */
 __device__ __forceinline__ const uint16_t *list_of(const FwdMaskParams &m, const FwdMarks &y) {
     return (const uint16_t *)(y.data + m.at.lists) + (int64_t)y.tile * m.tiles_k;
 }
@@ -183,14 +183,14 @@ __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTi
             const smem_addr to_s = smem_s + S::WORDS_AT + ring.stage(taken) * S::WORDS_BYTES;
             ring.wait_empty(taken);
             if ((entry & 3) == GK_BLOCK_WORDS) {
-                const int64_t slot = m.store == GK_MASK_DENSE
-                                         ? (int64_t)y.tile * m.tiles_k + (entry >> 2)
-                                         : (int64_t)y.tile * GK_MASK_KEPT + kept;
+                const int64_t place = m.store == GK_MASK_DENSE
+                                          ? (int64_t)y.tile * m.tiles_k + (entry >> 2)
+                                          : (int64_t)y.tile * GK_MASK_KEPT + kept;
                 ++kept;
                 if (laneid() == 0) {
                     mbarrier_arrive_expect_tx(ring.full(taken), S::WORDS_BYTES);
-                    bulk_load(to_s, y.data + m.at.words + slot * GK_MASK_BLOCK_INTS, S::WORDS_BYTES,
-                              ring.full(taken));
+                    bulk_load(to_s, y.data + m.at.words + place * GK_MASK_BLOCK_INTS,
+                              S::WORDS_BYTES, ring.full(taken));
                 }
             } else {
                 make_words(m, x.seq, y, entry >> 2, (entry & 3) == GK_BLOCK_FULL, to_s);

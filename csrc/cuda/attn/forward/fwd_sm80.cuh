@@ -33,6 +33,7 @@
 #include "../drop.cuh"
 #include "fwd_work.cuh"
 #include "../mask.cuh"
+#include "../scores_mma.cuh"
 #include "../softmax.cuh"
 
 namespace {
@@ -214,10 +215,41 @@ __device__ __forceinline__ void drop_weights(float (&)[M][N][4], const FwdParams
                                              int) {}
 
 /* ---- 5. the kernel --------------------------------------------------------------------------- */
-/* DROP: dropout; requires MODIFIED. */
-template <class T, class Tile, bool MODIFIED, bool DROP>
+/* The parameters of a kernel: DROP, SCORES. */
+template <bool DROP, bool SCORES> struct ParamsOf {
+    typedef typename dropping_if<FwdParams, DROP>::type type;
+};
+template <bool DROP> struct ParamsOf<DROP, true> {
+    typedef Scored<typename dropping_if<FwdParams, DROP>::type> type;
+};
+
+template <int M, bool SCORES> struct SoftmaxOf {
+    typedef OnlineSoftmax<M> type;
+};
+template <int M> struct SoftmaxOf<M, true> {
+    typedef LoneSoftmax<M> type;
+};
+
+/* Whether a stored mask leaves out the block's key tile `at`. */
+template <int BKV, class Params>
+__device__ __forceinline__ bool left_out(const Params &params, const FwdWork &work,
+                                         const FwdKeys &keys, int at) {
+    const MmaScores &x = params.scores;
+    return x.mask && block_flag(x, mask_of(x, work.b, work.head), work.i0, keys.lo + at * BKV) ==
+                         GK_BLOCK_EMPTY;
+}
+/* The first key tile from `at` on that it does not leave out, or keys.tiles. */
+template <int BKV, class Params>
+__device__ __forceinline__ int seen_tile(const Params &params, const FwdWork &work,
+                                         const FwdKeys &keys, int at) {
+    while (at < keys.tiles && left_out<BKV>(params, work, keys, at)) ++at;
+    return at;
+}
+
+/* DROP: dropout; requires MODIFIED. SCORES: a mask or biases; requires MODIFIED. */
+template <class T, class Tile, bool MODIFIED, bool DROP, bool SCORES = false>
 __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
-    flash_attn_fwd_sm80_kernel(typename dropping_if<FwdParams, DROP>::type params) {
+    flash_attn_fwd_sm80_kernel(typename ParamsOf<DROP, SCORES>::type params) {
     typedef Smem<Tile> S;
     typedef typename S::QTile QTile;
     typedef typename S::KvTile KvTile;
@@ -234,7 +266,12 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     const Sequence seq = sequence_of(p, work.b);
     if (work.i0 >= seq.seq_q) return;
     const int rows = min(Tile::BQ, seq.seq_q - work.i0);
-    const FwdKeys keys = fwd_keys<BKV>(params, seq.span, work.i0, rows, work.split);
+    static_assert(!SCORES || GK_MASK_TILE % BKV == 0, "a tile lies in one block of a mask");
+    const FwdKeys keys =
+        fwd_keys<BKV>(params, seq.span, work.i0, rows, work.split, SCORES ? BKV : 1);
+    int tiles = keys.tiles; /* without those that a stored mask leaves out */
+    if constexpr (SCORES)
+        for (int at = 0; at < keys.tiles; ++at) tiles -= left_out<BKV>(params, work, keys, at);
     const int head_kv = work.head / p.group;
     const T *q_g = (const T *)p.q.data + p.q.at(work.b, work.head, seq.q0 + work.i0);
     /* This thread's first element of the next tile to load. */
@@ -257,7 +294,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
         if (MODIFIED) kept.score = score_of(p, seq, work.b, work.head);
     }
 
-    OnlineSoftmax<M> softmax;
+    typename SoftmaxOf<M, SCORES>::type softmax;
     float o[M][ND][4];
     softmax.clear();
 #pragma unroll
@@ -267,7 +304,14 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 
     /* 5.2 the keys, tile by tile; left: keys from the next tile to load on */
     int left = keys.hi - keys.lo;
-    if (keys.tiles > 0) {
+    int at = 0; /* SCORES: the place of tile t among all key tiles */
+    if constexpr (SCORES) {
+        at = seen_tile<BKV>(params, work, keys, 0);
+        k_g += (int64_t)at * BKV * p.k.row;
+        v_g += (int64_t)at * BKV * p.v.row;
+        left -= at * BKV;
+    }
+    if (tiles > 0) {
         copy_tile_async<QTile, THREADS>(q_s, q_g, p.q.row, rows, p.head_dim, thread);
         in.copy(k_s, k_g, p.k.row, left, p.head_dim);
         cp_async_commit_group();
@@ -277,7 +321,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
         }
     }
     typename X::QFragments q;
-    for (int t = 0; t < keys.tiles; ++t) {
+    for (int t = 0; t < tiles; ++t) {
         const int stage = (t & (Tile::STAGES - 1)) * KvTile::bytes;
         /* the first product waits for Q and K only */
         const bool v_later = Tile::STAGES == 2 && t == 0;
@@ -288,11 +332,20 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
         /* tile t (with one stage: its K) has arrived; all have read what is overwritten next */
         __syncthreads();
         if (Tile::Q_IN_REGISTERS && t == 0) X::load_q(q, q_at);
+        if (SCORES) left = kept.keys.hi - kept.keys.lo - at * BKV;
         if (Tile::STAGES == 1) in.copy(v_s, v_g, p.v.row, left, p.head_dim_v);
-        k_g += BKV * p.k.row;
-        v_g += BKV * p.v.row;
-        left -= BKV;
-        if (Tile::STAGES == 2 && t + 1 < keys.tiles) {
+        int next = 0;
+        if constexpr (SCORES) {
+            next = seen_tile<BKV>(params, kept.work, kept.keys, at + 1);
+            k_g += (next - at) * (BKV * p.k.row);
+            v_g += (next - at) * (BKV * p.v.row);
+            left = kept.keys.hi - kept.keys.lo - next * BKV; /* held, it would spill */
+        } else {
+            k_g += BKV * p.k.row;
+            v_g += BKV * p.v.row;
+            left -= BKV;
+        }
+        if (Tile::STAGES == 2 && t + 1 < tiles) {
             in.copy(k_s + KvTile::bytes - stage, k_g, p.k.row, left, p.head_dim);
             in.copy(v_s + KvTile::bytes - stage, v_g, p.v.row, left, p.head_dim_v);
         }
@@ -300,14 +353,19 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 
         float s[M][N][4];
         X::scores(s, q, q_at, k_at + stage);
-        if (MODIFIED) modify(s, kept.score, own_row<M>(kept), own_col() + kept.keys.lo + t * BKV);
-        if (t < kept.keys.plain_first || t >= kept.keys.plain_end)
-            mask(s, kept.seq, own_row<M>(kept), own_col() + kept.keys.lo + t * BKV);
+        const int place = SCORES ? at : t;
+        if (MODIFIED)
+            modify(s, kept.score, own_row<M>(kept), own_col() + kept.keys.lo + place * BKV);
+        if (place < kept.keys.plain_first || place >= kept.keys.plain_end)
+            mask(s, kept.seq, own_row<M>(kept), own_col() + kept.keys.lo + place * BKV);
+        if constexpr (SCORES)
+            add_scores<T>(s, params.scores, kept.work.b, kept.work.head, own_row<M>(kept),
+                          own_col() + kept.keys.lo + place * BKV);
 
         if (Tile::STAGES == 1) {
             cp_async_wait_group<0>();
             __syncthreads(); /* V of tile t has arrived; all have read its K */
-            if (t + 1 < keys.tiles) in.copy(k_s, k_g, p.k.row, left, p.head_dim);
+            if (t + 1 < tiles) in.copy(k_s, k_g, p.k.row, left, p.head_dim);
             cp_async_commit_group();
         }
         if (v_later) {
@@ -315,9 +373,13 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
             /* V of the first tile has arrived; the next tile is still in flight */
             __syncthreads();
         }
-        softmax.step(s, o, unit_log2);
-        drop_weights<M>(s, params, kept, t * BKV);
+        if constexpr (SCORES)
+            softmax.step(s, o);
+        else
+            softmax.step(s, o, unit_log2);
+        drop_weights<M>(s, params, kept, place * BKV);
         X::values(o, s, v_at + stage);
+        if (SCORES) at = next;
     }
 
     /* 5.3 results: to the tensors, or to a partial result in the workspace */
@@ -330,6 +392,17 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     const float sink = whole ? sink_of(p, own.head) : -INFINITY;
     float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + own.split * params.split_rows;
     const int64_t lse0 = own.b * p.lse.batch + own.head * p.lse.head + (int64_t)q0 * p.lse.row;
+    if constexpr (SCORES) { /* V of a hidden key may hold NaN or inf: fwd_mend.cuh */
+        float none = 0;
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < ND; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) none = fmaf(o[m][n][e], 0.f, none);
+        if (none != none)
+            params.spoilt[(own.b * p.heads_q + own.head) * params.tiles_q + own.i0 / Tile::BQ] = 1;
+    }
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll

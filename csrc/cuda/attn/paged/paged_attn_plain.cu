@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number
- * of query tokens, including 8-bit caches. It serves float64 and what the other kernels refuse.
+/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment, head_dim
+ * and number of query tokens, including 8-bit caches. It serves float64 and what the other kernels
+ * refuse.
  *
  *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
  * hi(t))
@@ -15,13 +16,15 @@
  *  2.1 a lane owns a key: the dot product, with q from shared memory
  *  2.2 a lane owns columns of v: weights by shuffle
  *
- * and at the end the warps' sums are merged through shared memory:
+ * and at the end the warps' sums are merged through shared memory. Its bytes at float64, for
+ * instances of head_dim up to 256 and up to 576:
  *
- *  q        D doubles              2048 bytes
- *  o        warps x Dv sums        8192 bytes
- *  stats    warps x (max, sum)       64 bytes
+ *  q        D doubles              2048    4608
+ *  o        warps x Dv sums        8192   18432
+ *  stats    warps x (max, sum)       64      64
  *
  * This kernel is not tuned for speed: heads of a group and tokens of a sequence share nothing. */
+#include "../../../core/paged.h"
 #include "../../tile/codes.cuh"
 #include "../../tile/convert.cuh"
 #include "../../tile/reduce.cuh"
@@ -31,14 +34,17 @@
 namespace {
 
 constexpr int WARPS_A_ROW = paged_plan::plain_warps, THREADS = WARPS_A_ROW * 32;
-constexpr int MAX_DIM = 256, COLS = MAX_DIM / 32; /* columns of a lane */
+constexpr int NARROW = 256; /* the most columns of an instance; the others take every head_dim */
+static_assert(GK_CACHE_HEAD_DIM % 32 == 0, "a lane has whole columns");
 
-template <class W> struct Shared {
+template <class W, int MAX_DIM> struct Shared {
     W q[MAX_DIM];
     W o[WARPS_A_ROW][MAX_DIM];
     W peak[WARPS_A_ROW], sum[WARPS_A_ROW];
 };
-static_assert(sizeof(Shared<double>) == 2048 + 8192 + 64, "the map in the title");
+static_assert(sizeof(Shared<double, NARROW>) == 2048 + 8192 + 64 &&
+                  sizeof(Shared<double, GK_CACHE_HEAD_DIM>) == 4608 + 18432 + 64,
+              "the map in the title");
 
 struct Params {
     Paged p;
@@ -71,12 +77,15 @@ template <class T> struct RowOf<T, true> {
     typedef CodeRow<T> type;
 };
 
-template <class T, bool CODES>
-__global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) {
+/* 18 columns a lane take up to 72 registers more in float64, so a block fewer fits an SM */
+template <class T, bool CODES, int MAX_DIM>
+__global__ void __launch_bounds__(THREADS, MAX_DIM > NARROW ? 2 : 3)
+    paged_attn_plain_kernel(Params x) {
+    constexpr int COLS = MAX_DIM / 32; /* columns of a lane */
     typedef typename element<T>::acc W;
     typedef typename RowOf<T, CODES>::type Row;
     const Paged &p = x.p;
-    __shared__ Shared<W> shared;
+    __shared__ Shared<W, MAX_DIM> shared;
     const int64_t row = blockIdx.x;
     const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q),
               head_kv = head / p.group;
@@ -171,7 +180,7 @@ __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) 
 /* ---- launch ---------------------------------------------------------------------------------- */
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    if (a->q.shape[2] > MAX_DIM || a->v_cache.shape[3] > MAX_DIM ||
+    if (a->q.shape[2] > row->key[1] || a->v_cache.shape[3] > row->key[1] ||
         a->q.shape[0] * a->q.shape[1] > INT32_MAX)
         return false;
     const bool codes = row->key[0];
@@ -191,24 +200,32 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     return true;
 }
 
-template <class T, bool CODES>
+template <class T, bool CODES, int MAX_DIM>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
     const dim3 grid((unsigned)((int64_t)x.p.tokens * x.p.heads_q));
-    return launch<paged_attn_plain_kernel<T, CODES>>("gk_paged_attn", ctx, grid, THREADS, 0, x);
+    return launch<paged_attn_plain_kernel<T, CODES, MAX_DIM>>("gk_paged_attn", ctx, grid, THREADS,
+                                                              0, x);
 }
 
-/* key = {caches are 8-bit codes} */
+/* key = {caches are 8-bit codes, the largest head_dim} */
+#define ROW(NAME, DTYPE, T, CODES, MAX_DIM) \
+    {"paged_attn_plain_" NAME, DTYPE, plan, run<T, CODES, MAX_DIM>, {CODES, MAX_DIM}, NULL},
+#define ROWS(NAME, DTYPE, T)                              \
+    ROW(NAME, DTYPE, T, false, NARROW)                    \
+    ROW(NAME "_codes", DTYPE, T, true, NARROW)            \
+    ROW(NAME "_wide", DTYPE, T, false, GK_CACHE_HEAD_DIM) \
+    ROW(NAME "_codes_wide", DTYPE, T, true, GK_CACHE_HEAD_DIM)
+/* clang-format off */
 const gk_cuda_instance instances[] = {
-    {"paged_attn_plain_f32", GK_F32, plan, run<float, false>, {0}, NULL},
-    {"paged_attn_plain_bf16", GK_BF16, plan, run<__nv_bfloat16, false>, {0}, NULL},
-    {"paged_attn_plain_f16", GK_F16, plan, run<__half, false>, {0}, NULL},
-    {"paged_attn_plain_f64", GK_F64, plan, run<double, false>, {0}, NULL},
-    {"paged_attn_plain_f32_codes", GK_F32, plan, run<float, true>, {1}, NULL},
-    {"paged_attn_plain_bf16_codes", GK_BF16, plan, run<__nv_bfloat16, true>, {1}, NULL},
-    {"paged_attn_plain_f16_codes", GK_F16, plan, run<__half, true>, {1}, NULL},
-    {"paged_attn_plain_f64_codes", GK_F64, plan, run<double, true>, {1}, NULL},
+    ROWS("f32", GK_F32, float)
+    ROWS("bf16", GK_BF16, __nv_bfloat16)
+    ROWS("f16", GK_F16, __half)
+    ROWS("f64", GK_F64, double)
 };
+/* clang-format on */
+#undef ROWS
+#undef ROW
 
 } // namespace
 

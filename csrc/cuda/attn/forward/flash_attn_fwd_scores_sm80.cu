@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_fwd_scores_sm80: attention with a mask, a bias or a distance bias on tensor cores by
+ * mma.sync, 16-bit, dense, every modifier. The kernel is in fwd_sm80.cuh, what it reads in
+ * ../scores_mma.cuh. It serves the calls that flash_attn_fwd_masked_sm90a does not: a mask beside
+ * causal, windows or kv_start, biases that broadcast or are float32, distance_bias, head_dim above
+ * 128. Three head_dims serve all, to save compile time. Not handled: float32, unaligned
+ * rows (flash_attn_fwd_plain). */
+#include "fwd_mend.cuh"
+#include "fwd_sm80.cuh"
+#include "../scores_tiles.h"
+
+namespace {
+
+template <class Tile, bool DROP>
+bool plan_scores(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *to) {
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    if (!gk_scores_of(a) || (a->dropout_p > 0) != DROP || fwd_by_parts(a) ||
+        !plan<Tile>(row, ctx, args, to))
+        return false;
+    const FwdParams &p = gk_own<FwdParams>(to);
+    to->workspace_bytes = (size_t)gk_round_up((int64_t)to->workspace_bytes, 16) +
+                          (size_t)p.problem.batch * (size_t)p.problem.heads_q * (size_t)p.tiles_q;
+    return true;
+}
+
+template <class T, class Tile, bool DROP>
+gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *plan,
+                     void *workspace) {
+    static const char op[] = "gk_flash_attn_fwd";
+    const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
+    typename ParamsOf<DROP, true>::type p;
+    (FwdParams &)p = gk_own<FwdParams>(plan);
+    take_dropout(p, a);
+    if (plan->tasks > INT32_MAX)
+        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
+                       (long long)plan->tasks, Tile::BQ);
+    const Problem &x = p.problem;
+    const size_t tiles = (size_t)x.batch * (size_t)x.heads_q * (size_t)p.tiles_q;
+    p.scores = mma_scores_of(gk_scores_of(a), x.seq_q, x.seq_k);
+    fwd_place(&p, workspace);
+    p.spoilt = (uint8_t *)workspace + (plan->workspace_bytes - tiles);
+    gk_status status = clear_memory(op, ctx, p.spoilt, tiles);
+    if (status == GK_OK)
+        status = launch<flash_attn_fwd_sm80_kernel<T, Tile, true, DROP, true>>(
+            op, ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
+    if (status == GK_OK) status = fwd_finish<T>(op, ctx, a, p);
+    return status == GK_OK ? fwd_mend<T>(ctx, a, p.spoilt, Tile::BQ) : status;
+}
+
+#define ROW(NAME, T, DTYPE, TILE, DROP)               \
+    {NAME,                                            \
+     DTYPE,                                           \
+     plan_scores<TILE, DROP>,                         \
+     run_scores<T, TILE, DROP>,                       \
+     {TILE::HEAD_DIM, true, Smem<TILE>::BYTES, true}, \
+     NULL}
+#define ROWS(label, TILE, DROP)                                                        \
+    ROW("flash_attn_fwd_scores_sm80_bf16_" label, __nv_bfloat16, GK_BF16, TILE, DROP), \
+        ROW("flash_attn_fwd_scores_sm80_f16_" label, __half, GK_F16, TILE, DROP)
+
+const gk_cuda_instance instances[] = {
+    ROWS("d64", FwdScoresTile<64>, false),       ROWS("d128", FwdScoresTile<128>, false),
+    ROWS("d256", FwdScoresTile<256>, false),     ROWS("d64_drop", FwdScoresTile<64>, true),
+    ROWS("d128_drop", FwdScoresTile<128>, true), ROWS("d256_drop", FwdScoresTile<256>, true),
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_fwd_scores_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};
