@@ -141,6 +141,25 @@ def test_hidden_keys_may_hold_nan():
     assert found[:, :, mask[0, 0, :, 77]].isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 304), (1, 4, 304, 304)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_keys_that_a_bias_hides_may_hold_nan(shape, dim):
+    hidden = torch.tensor([3, 77, 200])
+    bias = draw(shape, BF16, 9)
+    bias[..., hidden] = -math.inf
+    bias[..., 200] = torch.finfo(BF16).min
+    runs = []
+    for value in (0.0, math.nan):
+        own = [draw((1, 4, 304, dim), BF16, seed) for seed in range(3)]
+        for x in own[1:]:
+            x[:, :, hidden] = value
+        leaves = [x.cuda().requires_grad_() for x in (*own, bias)]
+        out = gk.flash_attn(*leaves[:3], bias=leaves[3])
+        runs.append((out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)))
+    for clean, found in zip(*runs, strict=True):
+        near(found, clean.cpu(), BF16)
+
+
 def test_a_row_stands_alone():
     q, k, v = (draw((1, 4, 640, 128), BF16, seed).cuda() for seed in range(3))
     one, other = bools(1, 1, 640, 640).cuda(), bools(1, 1, 640, 640, share=0.02, seed=1).cuda()

@@ -146,11 +146,14 @@ __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores 
             for (int e = 0; e < 2; ++e) {
                 const int j = min(key0 + 8 * n + e, x.seq_k - 1);
                 const float v = bias_at<T>(x, from, j * x.bias_stride[3]);
-                const float add = v <= x.least ? -INFINITY : v;
+                const bool hides = v <= x.least;
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int r = 0; r < 2; ++r) s[m][n][2 * r + e] += add;
+                    for (int r = 0; r < 2; ++r) {
+                        float &y = s[m][n][2 * r + e];
+                        y = hides ? -INFINITY : y + v;
+                    }
             }
     } else if (x.bias) {
         const char *from = bias_of<T>(x, b, head);
