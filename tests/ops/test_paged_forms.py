@@ -59,7 +59,7 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
         torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"]
         == row
     )
-    # of larger tables, the lengths decide between tiles and the list of the same kernel
+    # larger tables take clusters of the same kernel
     if batch * heads_kv > 132 and tokens == 1 and not stored:
         wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
         told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
@@ -141,9 +141,10 @@ def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=
 
 FORMS = (
     ((6000,), 1, 4, 16),  # a cluster of 8 for each head
-    ((40000,), 1, 4, 64),  # a table longer than those for which clusters are fast
+    ((40000,), 1, 4, 64),
     ((2000, 1990), 4, 4, 64),
-    ((12000, 11000), 1, 4, 16),  # clusters, or the list if lengths differ
+    ((12000, 11000), 1, 4, 16),
+    ((70_000, 200) + (40,) * 70, 1, 4, 64),  # the list, or paged_attn_sm80
     ((20000, 5, 300), 1, 5, 48),
     ((513, 600) * 35, 1, 8, 16),  # a block for each sequence and head
     ((3, 40, 1100) * 20, 2, 2, 16),

@@ -9,20 +9,17 @@
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023;
  * online softmax: Milakov and Gimelshein 2018.
  *
- * Work split: one kernel in three forms, chosen by StreamParams::ranks.
+ * Work split: three forms, which `choose_ranks` picks from shapes.
  *
  *  list      One block of 8 warps an SM. Each takes an even share of the flat list of chunks
  *            (paged_plan.cuh). The last block of a tile merges its splits (paged_join.cuh). For any
  *            lengths and any number of tokens.
  *  clusters  A cluster for each sequence and kv head. Its blocks exchange sums through shared
- *            memory: one launch, no workspace. For few sequences of similar lengths. If only the
- *            lengths can tell, both forms are launched, and one of them exits at once
- * (by_clusters). A batch-invariant call takes clusters of one size for every batch, or the list
- * with whole tiles.
- *
+ *            memory: one launch, no workspace. For few sequences, and for many long ones.
  *  tiles     A block of 4 warps for each sequence and kv head, three or more on an SM: no scan, no
- *            split, no merge. For many sequences with block tables so short that the longest
- * sequence does not delay the end.
+ *            split, no merge. For many sequences with short block tables.
+ *
+ * A batch-invariant call takes clusters of one size for every batch, or the list with whole tiles.
  *
  * Each warp works alone, with its own ring of TMA boxes (paged_stream.cuh), maximum and sums
  * (paged_step.cuh). A step: wait, S^T = K Q^T, lazy maximum, P, O^T += V^T P^T, fill.
@@ -186,12 +183,6 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
         prefetch_tile<Pages>(a);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        if (a.both_launched && !by_clusters(a)) {
-            if (a.zeroes && blockIdx.x + blockIdx.y + blockIdx.z == 0)
-                for (int i = threadIdx.x; i < c.blocks * LIST_WARPS; i += blockDim.x)
-                    a.arrived[i] = 0;
-            return;
-        }
         /* the inbox barriers of all blocks are initialised */
         if (a.ranks > 1) barrier_cluster_arrive();
     } else {
@@ -205,7 +196,6 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
             if (round == 1) {
                 griddepcontrol_wait();
                 griddepcontrol_launch_dependents();
-                if (a.both_launched && by_clusters(a)) return;
             }
             int cost;
             if (early) {
@@ -286,11 +276,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
 /* ---- 3. launch ------------------------------------------------------------------------------- */
 struct StreamPlan {
     Planned planned;
-    int ranks, boxes; /* ranks 0: the list only */
-    bool list;
-    /* Estimated times: of clusters or tiles for each key of the longest sequence, of the list for
-     * each key of all sequences */
-    float ns_per_key, ns_per_total;
+    int ranks, boxes; /* ranks: blocks of a cluster; 1: tiles; 0: the list */
 };
 
 /* The TMA shape of a cache: columns of a panel, keys, panels, heads, pages. Pages of codes have one
@@ -320,18 +306,41 @@ template <class Pages> bool side_by_side(const gk_paged_attn_args *a) {
     return Pages::CODES && rows <= 8 && a->seq_lens.shape[0] >= paged_hopper::side_by_side_batch;
 }
 
-template <class Pages> void estimate(const gk_context *ctx, const Paged &p, StreamPlan &own) {
+/* Chooses clusters (2, 4 or 8 blocks for each tile), tiles (1) or the list (0) from shapes alone.
+ * The lengths are on the device, up to `capacity`. Launching both, and leaving the choice to the
+ * device, costs more than it gains (measured: 3 us at 6 x 9k, 9 us at 200 x 1.2k, H200). */
+template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const float key_bytes = 2.f * (float)p.head_dim * (Pages::CODES ? 1 : 2);
+    const float keys = (float)p.capacity,
+                key_bytes = 2.f * (float)p.head_dim * (Pages::CODES ? 1 : 2);
     const float of_device = paged_hopper::share_of_peak * (float)gpu->memory_gbs;
-    const int64_t blocks = (int64_t)p.batch * p.heads_kv * own.ranks;
-    /* tiles: as many on each SM as fit and exist; clusters: one block on an SM */
-    const int64_t on_sm = gk_min_i64(gk_ceil_div(blocks, gpu->num_sms), paged_hopper::tiles_an_sm);
-    const float at_once = (float)(own.ranks > 1 ? blocks : on_sm * gpu->num_sms);
     const float of_sm =
         Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
-    own.ns_per_key = key_bytes / (float)own.ranks / min(of_sm, of_device / at_once);
-    own.ns_per_total = key_bytes * (float)p.heads_kv / of_device;
+    const float slack = Pages::CODES ? paged_hopper::code_slack_ns : paged_hopper::slack_ns;
+    const int64_t tiles = (int64_t)p.batch * p.heads_kv;
+    /* the list's time for each key of one sequence, without its splits */
+    const float of_list = key_bytes * (float)p.heads_kv / of_device;
+    int least = 1;
+    for (int n = 2; n <= paged_hopper::most_ranks; n *= 2)
+        if (tiles * n <= (n == 2 ? gpu->num_sms : gpu->num_sms / 2)) least = n;
+    for (int n = least; n <= paged_hopper::most_ranks; n *= 2) {
+        if (n == 2 && least < 2) continue; /* pairs fill an SM each */
+        if (n > 4 && least < 4 && p.batch > paged_hopper::wide_batch) break;
+        /* with 16 rows an SM holds one block of a cluster, which cannot hide its begin and end */
+        if (n > least && p.seq_q * p.group > 8) break;
+        if (gk_sm_limit() > 0 && tiles * n > gpu->num_sms) break; /* the list has as many blocks */
+        const int on_sm = n == 1 ? paged_hopper::tiles_an_sm : n == 2 ? 1 : 2;
+        const float at_once = (float)gk_min_i64(tiles * n, on_sm * gpu->num_sms);
+        const float of_block = n == 1 ? of_sm / 2 : of_sm; /* half the warps */
+        /* all sequences full, and one full sequence among empty ones */
+        const float full = key_bytes / (float)n / min(of_block, of_device / at_once),
+                    alone = key_bytes / (float)n / of_block;
+        if (keys * (full - (float)p.batch * of_list) <= paged_hopper::list_costs_ns &&
+            keys * (alone - of_list) <= slack)
+            return n;
+        if (Pages::CODES) break;
+    }
+    return 0;
 }
 
 template <class Pages>
@@ -363,40 +372,29 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     if (a->k_scale && a->k_scale->ndim == 2) c.p.k_scale = NULL;
     if (a->v_scale && a->v_scale->ndim == 2) c.p.v_scale = NULL;
 
-    const int64_t tiles = (int64_t)c.p.batch * c.p.heads_kv, sms = gk_gpu_of(ctx->index)->num_sms;
+    const int64_t tiles = (int64_t)c.p.batch * c.p.heads_kv;
     const int64_t rows = c.p.seq_q * c.p.group;
     /* the list counts chunks in 32 bits */
     const int64_t chunks_of_tile = c.p.capacity / c.chunk_keys + 1 + TILE_COST;
     if (gk_ceil_div(rows, c.lanes) * tiles / z.block_heads * chunks_of_tile > INT32_MAX)
         return false;
-    own.ranks = (fixed || !c.p.cu_q) && rows <= c.lanes ? 1 : 0;
-    for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && rows <= c.lanes; n *= 2)
-        own.ranks = n;
-    const bool soon = c.p.capacity <= paged_hopper::tile_keys * own.ranks;
     /* clusters and tiles are a grid [batch][heads_kv] */
-    if (c.p.batch > 65535 || c.p.heads_kv > 65535) own.ranks = 0;
-    /* The split of a sequence must not depend on the others: clusters of one size, or whole
-     * tiles. */
-    if (fixed) {
-        own.ranks = rows <= c.lanes && own.ranks > 0 ? paged_hopper::fixed_ranks : 0;
-        c.whole_tiles = own.ranks == 0;
-    }
+    const bool fits_grid = rows <= c.lanes && c.p.batch <= 65535 && c.p.heads_kv <= 65535;
+    /* In a batch-invariant call the split of a sequence must not depend on the others: clusters of
+     * one size, or whole tiles. */
+    own.ranks = !fits_grid ? 0 : fixed ? paged_hopper::fixed_ranks : choose_ranks<Pages>(ctx, c.p);
+    c.whole_tiles = fixed && own.ranks == 0;
     /* with 16-bit pages and many small tiles, paged_attn_sm80 is as fast as the list or faster */
     const bool small = Pages::HEAD_DIM == 64
                            ? c.p.batch >= paged_hopper::narrow_batch
                            : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
     if (!Pages::CODES && own.ranks == 0 && small && !fixed) return false;
-    if (own.ranks > 0) estimate<Pages>(ctx, c.p, own);
-    /* of one sequence, clusters lose only beyond some length */
-    const bool one = c.p.batch == 1 && (float)c.p.capacity * (own.ns_per_key - own.ns_per_total) <=
-                                           paged_hopper::list_costs_ns;
-    own.list = own.ranks == 0 || (!fixed && (c.p.cu_q || !(soon || one)));
     to->tile[0] = row->key[1];
     to->tile[1] = Pages::KEYS;
     to->tile[2] = c.chunk_keys;
-    to->tasks = own.list ? z.blocks : tiles * own.ranks;
+    to->tasks = own.ranks ? tiles * own.ranks : z.blocks;
     to->waves = 1;
-    if (own.list) to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
+    if (!own.ranks) to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
     return true;
 }
 
@@ -406,9 +404,11 @@ gk_status start(const gk_context *ctx, StreamParams &x, dim3 grid, int warps, in
     x.warps = warps;
     x.stages = stages;
     x.ranks = ranks;
-    /* A pair's next call must not start early: its blocks would take the idle SMs before the grid
-     * is placed evenly (measured: 66.8 us instead of 59.9, 6 x 9k, H200). */
-    const bool overlap = ranks != 2;
+    /* The next call's pairs must not start early on the SMs that are idle: the rest of the grid
+     * would then be placed unevenly (measured: 68.4 us instead of 61.0, 6 x 9k, H200). Up to half
+     * of the SMs, starting early gains (21.4 us instead of 22.7, 4 x 4k). */
+    const bool overlap =
+        ranks != 2 || (int)(grid.x * grid.y * grid.z) * 2 <= gk_gpu_of(ctx->index)->num_sms;
     x.ranks_log2 = ranks == 8 ? 3 : ranks == 4 ? 2 : ranks == 2 ? 1 : 0;
     x.of_step = divisor_of(max(ranks, 1) * warps * Pages::KEYS);
     x.map = smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, warps, stages, CLUSTERS);
@@ -426,7 +426,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     StreamParams x = {};
     x.c = own.planned.call;
     if (x.c.p.tokens == 0 || x.c.p.heads_q == 0) return GK_OK;
-    if (own.list && z.combines) {
+    if (!own.ranks && z.combines) {
         static_assert(2 * sizeof(SharedTile) >= LIST_WARPS * sizeof(unsigned),
                       "the counts lie where others note tiles");
         place_splits(x.c, z, workspace);
@@ -449,31 +449,22 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.by_page = x.k_scale.data || x.v_scale.data;
     x.plain = !x.c.p.cu_q && x.c.p.rules.left < 0 && !x.c.p.rules.kv_start;
     x.of_chunk = divisor_of(x.c.chunk_keys);
-    /* If both are launched, the kernel of the clusters zeroes the counters for the list. Packed
-     * tokens may belong to no sequence, which the kernel ahead looks for. */
-    x.zeroes = own.ranks > 0 && own.list && !x.c.p.cu_q && x.arrived;
-    if ((x.arrived && !x.zeroes) || x.c.p.cu_q) status = launch_begin(ctx, x.c, x.arrived);
+    /* zeroes the list's counters, and packed tokens that belong to no sequence */
+    if (x.arrived || x.c.p.cu_q) status = launch_begin(ctx, x.c, x.arrived);
     if (status != GK_OK) return status;
-    if (own.ranks > 0) {
-        x.both_launched = own.list;
-        x.ns_per_key = own.ns_per_key;
-        x.ns_per_total = own.ns_per_total;
-        const bool small = own.ranks > 2, tiles = own.ranks == 1;
-        const int warps = small   ? paged_hopper::few_warps
-                          : tiles ? paged_hopper::tile_warps
-                                  : LIST_WARPS;
-        const int its_stages = small   ? stages
-                               : tiles ? paged_hopper::tile_stages
-                                       : paged_hopper::pair_ring_bytes / stage_bytes;
-        StreamParams of = x;
-        of.c.block_heads = 1;
-        of.c.head_sets = x.c.p.heads_kv;
-        const dim3 grid(own.ranks, x.c.p.heads_kv, x.c.p.batch);
-        status = start<T, Pages, N, true>(ctx, of, grid, warps, its_stages, own.ranks);
-    }
-    if (status == GK_OK && own.list)
-        status = start<T, Pages, N, false>(ctx, x, dim3((unsigned)z.blocks), LIST_WARPS, stages, 0);
-    return status;
+    if (!own.ranks)
+        return start<T, Pages, N, false>(ctx, x, dim3((unsigned)z.blocks), LIST_WARPS, stages, 0);
+    x.c.block_heads = 1;
+    x.c.head_sets = x.c.p.heads_kv;
+    const bool small = own.ranks > 2, is_tile = own.ranks == 1;
+    const int warps = small     ? paged_hopper::few_warps
+                      : is_tile ? paged_hopper::tile_warps
+                                : LIST_WARPS;
+    const int its_stages = small     ? stages
+                           : is_tile ? paged_hopper::tile_stages
+                                     : paged_hopper::pair_ring_bytes / stage_bytes;
+    const dim3 grid(own.ranks, x.c.p.heads_kv, x.c.p.batch);
+    return start<T, Pages, N, true>(ctx, x, grid, warps, its_stages, own.ranks);
 }
 
 /* serves() adds this much for the static shared memory of paged_attn_sm80 */

@@ -69,9 +69,6 @@ struct StreamParams {
     bool plain;
     bool is_f16;      /* q and out, with EitherHalf */
     Divisor of_quads; /* of head_dim / 4 */
-    /* both clusters and the list are launched, and by_clusters decides which one works */
-    bool both_launched, zeroes; /* zeroes: clusters zero `arrived` for the list */
-    float ns_per_key, ns_per_total;
     SmemMap map;
 };
 
@@ -411,22 +408,6 @@ template <class Pages, bool CLUSTERS> struct Loader {
         here = (here & ~(3u << 2 * stage)) | there << 2 * stage;
     }
 };
-
-/* ---- 4. which launch serves the call --------------------------------------------------------- */
-/* Estimates whether clusters or tiles, which divide each sequence on its own, finish before the
- * list, which divides all sequences together. Every warp of both launches gets the same answer. */
-__device__ __forceinline__ bool by_clusters(const StreamParams &a) {
-    int longest = 0, total = 0;
-    for (int b = threadIdx.x % 32; b < a.c.p.batch; b += 32) {
-        const PagedSequence s = paged_sequence(a.c.p, b);
-        const int keys = s.rows ? max(s.hi(s.rows - 1) - s.lo(0), 0) : 0;
-        longest = max(longest, keys);
-        total += min(keys, (1 << 30) / a.c.p.batch);
-    }
-    longest = __reduce_max_sync(0xffffffffu, longest);
-    total = __reduce_add_sync(0xffffffffu, total);
-    return longest * a.ns_per_key <= total * a.ns_per_total + paged_hopper::list_costs_ns;
-}
 
 } // namespace
 

@@ -16,8 +16,9 @@ struct paged_hopper {
     static constexpr int ring_bytes = 16384;
     /* ring bytes of a warp in a cluster of two, one block an SM */
     static constexpr int pair_ring_bytes = 24576;
-    /* warps of a block in a cluster of 4 or 8: two blocks fit on an SM, so that the next call's
-     * can start */
+    /* Warps of a block in a cluster of 4 or 8: two blocks fit on an SM, so that the next call's can
+     * start. Few sequences take clusters of 4 or 8 only if these fill at most half of the SMs: 2 x
+     * 6k takes 17.6 us with clusters of 4 and 21.2 with 8 (H200). */
     static constexpr int few_warps = 6;
     /* the largest cluster size that every device can launch */
     static constexpr int most_ranks = 8;
@@ -27,14 +28,16 @@ struct paged_hopper {
      * rows. These blocks read whole cache lines, but there are fewer tiles: 5 % faster at 256 x
      * 1k, up to 30 % slower with fewer sequences (16 x 2k). It is never faster for 16-bit pages. */
     static constexpr int side_by_side_batch = 32;
-    /* above this batch paged_attn_sm80 serves: 0.7 % faster at 256 x 1k, equal at 64 x 4k */
+    /* Above this batch paged_attn_sm80 serves instead of the list: 0.7 % faster at 256 x 1k, equal
+     * at 64 x 4k. No clusters of eight then: short sequences would be cut too small (334 us instead
+     * of 237, 200 x 1.2k, H200). */
     static constexpr int wide_batch = 64;
     /* from this batch on paged_attn_sm80 serves head_dim 64: time over paged_attn_sm80's 0.86 at
      * 16 x 2k, 1.00 at 32 x 2k, 1.03 at 64 x 4k */
     static constexpr int narrow_batch = 32;
     /* Bytes a ns that one SM of a cluster reads, if the device's memory has room. Measured on an
-     * H200 at 1 x 100k: 64 with 16-bit pages; on an H100 at 1 x 128k 30 with codes. */
-    static constexpr float sm_bytes_per_ns = 64, sm_code_bytes_per_ns = 30;
+     * H200 from 1 x 6k and 1 x 100k: 64 with 16-bit pages, 40 with codes. */
+    static constexpr float sm_bytes_per_ns = 64, sm_code_bytes_per_ns = 40;
     /* What all SMs read of the memory's peak: 4.25 of 4.9 TB/s on an H200, 3.0 of 3.35 on an
      * H100. */
     static constexpr float share_of_peak = 0.87f;
@@ -43,12 +46,14 @@ struct paged_hopper {
     /* splits that a thread of the list loads at once: one kv head of a single sequence has up to 17
      * on 132 SMs */
     static constexpr int join_splits = 18;
-    /* cost of the list's splits, compared with a merge inside a cluster */
-    static constexpr float list_costs_ns = 4000;
-    /* One block reads this many keys in 9 us, and the list's merge would take half of that. So
-     * if a row of the block table holds at most this many keys for each block of a cluster,
-     * clusters serve the call, whatever the lengths are. */
-    static constexpr int tile_keys = 1152;
+    /* cost of the list's splits, compared with a merge inside a cluster: 17.5 us instead of 11.5 at
+     * 1 x 6k (H200) */
+    static constexpr float list_costs_ns = 6000;
+    /* What clusters or tiles may lose to the list if one sequence is as long as the block table
+     * allows and all others are empty. It allows tiles up to 2270 keys of 8 heads of 128 (tables of
+     * 1.2k keys: 223 us, clusters of four 237, the list 236; 48 x 5k: clusters of four 236, the
+     * list 242). With codes the list is closer: tiles up to 1900 keys. */
+    static constexpr float slack_ns = 32000, code_slack_ns = 24000;
     /* 8 warps are 0 to 6 % slower, 3 stages 0 to 2 % */
     static constexpr int tile_warps = 4, tile_stages = 2;
 };
