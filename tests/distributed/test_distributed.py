@@ -2182,7 +2182,9 @@ def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
             k = 24 if rows != 513 else 24 * (rank % 3)
             b = randn(gen, k, 40, dtype=dtype)
             turned = way == "by rank" and rank % 2 == 0
-            every.append((randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if turned else b))
+            every.append(
+                (randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if turned else b)
+            )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = functools.reduce(torch.add, (gk.gemm(*pair, out_dtype=wide) for pair in every))
         inner = [products._inner(b) for _, b in every]
@@ -2222,6 +2224,25 @@ def test_blocks_of_columns_are_few_and_whole_waves(rows, columns):
     assert width % products._TILE_COLUMNS == 0 and -(-columns // width) <= 8
     tiles = -(-rows // products._TILE_ROWS) * (width // products._TILE_COLUMNS)
     assert tiles % products._SMS == 0 or tiles % products._SMS > 0.9 * products._SMS or rows < 1024
+
+
+def test_gradients_of_chosen_rows_are_rounded_once():
+    """A token's gradient is the sum over its choices, of which some may be dropped."""
+    from torch_gpukern.distributed.experts import _Chosen, _Permuted
+
+    gen, tokens, each = generator("choices"), 64, 8
+    order = torch.randperm(tokens * each, generator=gen)[:500]
+    x, grad = (randn(gen, n, 24, dtype=torch.bfloat16) for n in (tokens, 500))
+    rows = _Chosen.apply(x.requires_grad_(), order, each)
+    assert torch.equal(rows, x[order // each])
+    (got,) = torch.autograd.grad(rows, x, grad)
+    want = torch.zeros(tokens, 24, dtype=torch.float64).index_add_(0, order // each, grad.double())
+    assert ((got.double() - want).abs() <= 2**-7.99 * want.abs() + 1e-6).all()
+    wide = randn(gen, 5, 2, dtype=torch.float64).requires_grad_()
+    order = torch.randperm(15, generator=gen)[:13]
+    places = torch.randperm(13, generator=gen)
+    call = lambda x: _Permuted.apply(_Chosen.apply(x, order, 3), places, places.argsort())  # noqa: E731
+    assert torch.autograd.gradcheck(call, wide) and torch.autograd.gradgradcheck(call, wide)
 
 
 def test_operands_are_fetched_where_they_have_fewer_bytes():
