@@ -1186,12 +1186,15 @@ def check_operands_that_are_fetched(ranks):
     from torch_gpukern.distributed import transport
 
     size, gen, made = RANKS, generator("operands"), []
-    usual = transport.Operands
+    names = ("OperandsByRank", "OperandsByColumns")
+    usual = {name: getattr(transport, name) for name in names}
 
-    class Counted(usual):
-        def __init__(self, *given):
-            made.append(1)
-            super().__init__(*given)
+    def counted(name):
+        def make(*given):
+            made.append(name)
+            return usual[name](*given)
+
+        return make
 
     ends = list(itertools.accumulate([256 + 8 * (r % 2) for r in range(size)], initial=0))
     inner = slice(ends[ranks.rank], ends[ranks.rank + 1])
@@ -1208,7 +1211,8 @@ def check_operands_that_are_fetched(ranks):
         off = (got.double() - expected).norm() / expected.norm()
         assert off < 3e-3, off.item()
 
-    transport.Operands = Counted
+    for name in names:
+        setattr(transport, name, counted(name))
     try:
         for turned in (False, True):
             a, b = whole[0][:, inner].clone(), whole[1][inner].clone()
@@ -1221,8 +1225,9 @@ def check_operands_that_are_fetched(ranks):
             close(da, grads[0][:, inner])
             close(db, grads[1][inner])
     finally:
-        transport.Operands = usual
-    assert len(made) >= 4 or not CUDA or size > 4
+        for name, kind in usual.items():
+            setattr(transport, name, kind)
+    assert not CUDA or size > 4 or set(made) == set(names[: size // 2])
 
 
 def check_sums_in_mailboxes(ranks):
@@ -2149,17 +2154,23 @@ def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
 
 
 @pytest.mark.parametrize("size", (2, 3, 4, 8))
-@pytest.mark.parametrize("way", ("sums", "operands"))
+@pytest.mark.parametrize("way", ("sums", "by rank", "by columns"))
 def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
-    """Both ways: the sums are sent in parts, or the operands are fetched. Rows and inner dimensions
-    are cut evenly and not; b has either order of strides."""
+    """The sums are sent in parts, or the operands are fetched. Rows and inner dimensions are cut
+    evenly and not; b has either order of strides."""
     from torch_gpukern.distributed import products
 
     how_many = {(4096, 10240): 2, (4096, 6144): 3, (4096, 57344): 3, (1, 1): 4}
     assert {shape: products._how_many(*shape) for shape in how_many} == how_many
     threads, gen = _Threads(size, monkeypatch), generator("parts", size)
     monkeypatch.setattr(products, "_overlaps", lambda *_: True)
-    monkeypatch.setattr(products, "_fetches", lambda *_: way == "operands")
+    monkeypatch.setattr(products, "_fetches", lambda *_: way != "sums")
+    monkeypatch.setattr(products, "_columns_at_once", lambda *_: 16)  # of 40
+    used = []
+    for name in ("_product_by_rank", "_product_by_columns", "_product_in_parts"):
+        call = getattr(products, name)
+        record = lambda *given, n=name, c=call: used.append(n) or c(*given)  # noqa: E731
+        monkeypatch.setattr(products, name, record)
     for rows, dtype in (
         (700, torch.bfloat16),
         (5, torch.float32),
@@ -2170,7 +2181,10 @@ def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
         for rank in range(size):
             k = 24 if rows != 513 else 24 * (rank % 3)
             b = randn(gen, k, 40, dtype=dtype)
-            every.append((randn(gen, rows, k, dtype=dtype), b if rank % 2 else b.t().clone().t()))
+            turned = way == "by rank" and rank % 2 == 0
+            every.append(
+                (randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if turned else b)
+            )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = functools.reduce(torch.add, (gk.gemm(*pair, out_dtype=wide) for pair in every))
         inner = [products._inner(b) for _, b in every]
@@ -2197,6 +2211,38 @@ def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
                     rtol=1e-2 if dtype.itemsize == 2 else 1e-5,
                     atol=1e-5 if dtype.itemsize > 2 else 1e-2,
                 )
+    expected = {"sums": "_product_in_parts", "by rank": "_product_by_rank"}
+    by_columns = "_product_by_rank" if size == 2 else "_product_by_columns"
+    assert set(used) == {expected.get(way, by_columns)}
+
+
+@pytest.mark.parametrize("rows, columns", ((2048, 10240), (1024, 57344), (100, 40), (0, 8)))
+def test_blocks_of_columns_are_few_and_whole_waves(rows, columns):
+    from torch_gpukern.distributed import products
+
+    width = products._columns_at_once(rows, columns)
+    assert width % products._TILE_COLUMNS == 0 and -(-columns // width) <= 8
+    tiles = -(-rows // products._TILE_ROWS) * (width // products._TILE_COLUMNS)
+    assert tiles % products._SMS == 0 or tiles % products._SMS > 0.9 * products._SMS or rows < 1024
+
+
+def test_gradients_of_chosen_rows_are_rounded_once():
+    """A token's gradient is the sum over its choices, of which some may be dropped."""
+    from torch_gpukern.distributed.experts import _Chosen, _Permuted
+
+    gen, tokens, each = generator("choices"), 64, 8
+    order = torch.randperm(tokens * each, generator=gen)[:500]
+    x, grad = (randn(gen, n, 24, dtype=torch.bfloat16) for n in (tokens, 500))
+    rows = _Chosen.apply(x.requires_grad_(), order, each)
+    assert torch.equal(rows, x[order // each])
+    (got,) = torch.autograd.grad(rows, x, grad)
+    want = torch.zeros(tokens, 24, dtype=torch.float64).index_add_(0, order // each, grad.double())
+    assert ((got.double() - want).abs() <= 2**-7.99 * want.abs() + 1e-6).all()
+    wide = randn(gen, 5, 2, dtype=torch.float64).requires_grad_()
+    order = torch.randperm(15, generator=gen)[:13]
+    places = torch.randperm(13, generator=gen)
+    call = lambda x: _Permuted.apply(_Chosen.apply(x, order, 3), places, places.argsort())  # noqa: E731
+    assert torch.autograd.gradcheck(call, wide) and torch.autograd.gradgradcheck(call, wide)
 
 
 def test_operands_are_fetched_where_they_have_fewer_bytes():

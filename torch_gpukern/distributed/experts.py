@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..nn.moe import MoE, check_tokens, grouped_experts, marked, weighted_sum
-from ..ops import swiglu
+from ..ops import grouped_gemm, swiglu
+from ..ops.linear_cross_entropy_chunks import accumulator
 from .ranks import Group, Ranks, agree, facts, of_name, process_group
 from .transport import exchange
 
@@ -28,6 +29,53 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return _Exchange.apply(grad, *ctx.back), None, None, None
+
+
+class _Chosen(torch.autograd.Function):
+    """The rows of x [T, H] that the choices `order` need: choice i is one of token i // each.
+
+    Backward writes each choice's gradient to its place and sums a token's choices in float32. The
+    backward of `index_select` would add them one by one in x's dtype, in no fixed order, with
+    atomics (measured: 1.1 ms for 65,536 rows of 2048 bfloat16 on an H200).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, each: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.sizes = x.shape[0], each
+        return x.index_select(0, order // each)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _SumOfChoices.apply(grad, *ctx.saved_tensors, *ctx.sizes), None, None
+
+
+class _SumOfChoices(torch.autograd.Function):
+    """The backward of `_Chosen`, whose backward is `_Chosen`."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, tokens: int, each: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.each = each
+        every = rows.new_zeros((tokens * each, rows.shape[1])).index_copy_(0, order, rows)
+        return every.unflatten(0, (tokens, each)).sum(1, dtype=accumulator(rows)).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Chosen.apply(grad, *ctx.saved_tensors, ctx.each), None, None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """rows in the order of `places`, a permutation; back: its inverse, by which backward gathers."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back, places)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Permuted.apply(grad, *ctx.saved_tensors), None, None
 
 
 def _describe(
@@ -120,14 +168,19 @@ def expert_parallel(
     sent, met = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
 
     order = order[: sum(sent)]
-    rows = _Exchange.apply(x.index_select(0, order // each), sent, met, ranks)
+    rows = _Exchange.apply(_Chosen.apply(x, order, each), sent, met, ranks)
+    # rows come by rank and then by expert; grouped products need them by expert
     here = torch.arange(own, device=x.device).repeat(ranks.size)
-    here = here.repeat_interleave(incoming.flatten(), output_size=sum(met)).unsqueeze(1)
-    once = torch.ones(here.shape, dtype=torch.float32, device=x.device)
-    rows = grouped_experts(rows, here, once, up, down, gate, up_bias=up_bias, down_bias=down_bias)
-    rows = _Exchange.apply(rows, met, sent, ranks)
+    here = here.repeat_interleave(incoming.flatten(), output_size=sum(met))
+    places = torch.sort(here, stable=True).indices
+    back = torch.empty_like(places).scatter_(0, places, torch.arange(sum(met), device=x.device))
+    last = incoming.sum(0).cumsum(0).to(torch.int32)
+    rows = _Permuted.apply(rows, places, back)
+    rows = gate(grouped_gemm(rows, up, last, bias=up_bias))
+    rows = grouped_gemm(rows, down, last, bias=down_bias)
+    rows = _Exchange.apply(_Permuted.apply(rows, back, places), met, sent, ranks)
 
-    rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy(0, order, rows)
+    rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy_(0, order, rows)
     return weighted_sum(rows, weight_of, chosen).to(x.dtype)
 
 

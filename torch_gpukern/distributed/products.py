@@ -242,7 +242,7 @@ def _as_they_arrive(
 
 # Used only to choose where products are cut: the speeds of an H200 and its links, and the part of a
 # wave that the end of a product costs. Measured, K 8192 and 2560 columns: 1664, 2048, 3328, 4096 and
-# 8192 rows take 94, 140, 180, 230 and 471 us; this model says 116, 137, 213, 259 and 504.
+# 8192 rows take 94, 140, 180, 230 and 471 us; the model says 116, 138, 215, 261 and 506.
 _FLOPS_A_US, _BYTES_A_US, _LAST_WAVE = 700e6, 366e3, 0.15
 
 
@@ -401,8 +401,10 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: 
     """This rank's rows of the sum over ranks of a @ b, in a fixed order, rounded once.
 
     A small product's sums are sent to their owners. Large ones overlap with a transfer in one of
-    two ways: the owners of rows fetch the operands (`_product_of_fetched`) if these have fewer
-    bytes than the float32 sums, otherwise the sums are sent in parts (`_product_in_parts`).
+    two ways. The owners of rows fetch the operands if these have fewer bytes than the float32 sums:
+    from one rank after the other (`_product_by_rank`), or, from three ranks on and if b's rows are
+    contiguous, all ranks' together (`_product_by_columns`). Otherwise the sums are sent in parts
+    (`_product_in_parts`).
 
     inner: each rank's `_inner` number.
     """
@@ -410,10 +412,18 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: 
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
     operands = [(number // 2, number % 2 == 1) for number in inner]
     if _fetches(cut, b.shape[1], a, operands):
-        room = transport.operands_room(cut.length, b.shape[1], a, operands)
+        by_rank = ranks.size == 2 or any(turned for _, turned in operands)
+        inner = [k for k, _ in operands]
+        room = (
+            transport.room_by_rank(cut.length, b.shape[1], a, operands)
+            if by_rank
+            else transport.room_by_columns(cut.length, b.shape[1], a, inner)
+        )
         pool = transport.pool_for(a.device, ranks, sum(room))
+        if pool is not None and by_rank:
+            return _product_by_rank(a, b, cut, operands, pool, ranks)
         if pool is not None:
-            return _product_of_fetched(a, b, cut, operands, pool, ranks)
+            return _product_by_columns(a, b, cut, inner, pool, ranks)
     return _product_in_parts(a, b, cut, ranks)
 
 
@@ -425,11 +435,11 @@ def _fetches(cut: Cut, columns: int, like: Tensor, operands: list[tuple[int, boo
     return fetched < cut.length * columns * accumulator(like).itemsize
 
 
-def _product_of_fetched(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: Ranks) -> Tensor:
+def _product_by_rank(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: Ranks) -> Tensor:
     """The product by the owners of rows. Each begins with its own k, and adds the product over
     every other rank's k as its operands arrive: those of the rank before it first."""
     ((first, last),) = cut.spans[ranks.rank]
-    others = transport.Operands(pool, ranks, a, b, cut, operands)
+    others = transport.OperandsByRank(pool, ranks, a, b, cut, operands)
     total = _product(a[first:last], b)
     for step, (rows, matrix) in enumerate(others, 1):
         dtype = a.dtype if step == ranks.size - 1 else total.dtype
@@ -437,6 +447,25 @@ def _product_of_fetched(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: R
         _into(out, rows, matrix, c=total)
         total = out
     return total
+
+
+def _product_by_columns(a: Tensor, b: Tensor, cut: Cut, inner, pool, ranks: Ranks) -> Tensor:
+    """The product by the owners of rows, over the whole inner dimension and some columns at a time:
+    the bits of one rank's product. Nothing is stored in float32. With two ranks `_product_by_rank`
+    is as fast, because it begins without waiting for operands."""
+    ((first, last),) = cut.spans[ranks.rank]
+    width = _columns_at_once(cut.most, b.shape[1])
+    out = a.new_empty((last - first, b.shape[1]))
+    for at, rows, matrix in transport.OperandsByColumns(pool, ranks, a, b, cut, inner, width):
+        out[:, at : at + matrix.shape[1]] = ops.gemm(rows, matrix)
+    return out
+
+
+def _columns_at_once(rows: int, columns: int) -> int:
+    """Columns whose tiles fill one wave or several, so that there are at most eight blocks."""
+    wide = max(1, _SMS // max(1, -(-rows // _TILE_ROWS)))  # tiles that one wave has across
+    waves = -(-columns // (wide * _TILE_COLUMNS))
+    return -(-waves // 8) * wide * _TILE_COLUMNS
 
 
 def _product_in_parts(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:

@@ -433,9 +433,9 @@ class ToOwners:
         return totals
 
 
-class Operands:
+class OperandsByRank:
     """The operands of a product whose inner dimension is cut over ranks, on their way to the owners
-    of its rows.
+    of its rows: one rank's after the other's.
 
     A rank has a [M, its k] and b [its k, N]. It gets, from each other rank, its own rows of that
     rank's a, and all of that rank's b: the rank before this one first, then the one before that.
@@ -446,7 +446,7 @@ class Operands:
 
     def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: Sequence[tuple]):
         self._pool, self._like = pool, a
-        columns, room = b.shape[1], operands_room(cut.length, b.shape[1], a, inner)
+        columns, room = b.shape[1], room_by_rank(cut.length, b.shape[1], a, inner)
         ((first, last),) = cut.spans[ranks.rank]
         self._buffer, places = _offered(
             pool, ranks, (a, b.t() if inner[ranks.rank][1] else b), room, unread=(first, last)
@@ -475,10 +475,84 @@ class Operands:
         self._pool.release(self._buffer)
 
 
-def operands_room(rows: int, columns: int, like: Tensor, inner: Sequence[tuple]) -> list[int]:
+def room_by_rank(rows: int, columns: int, like: Tensor, inner: Sequence[tuple]) -> list[int]:
     """The padded bytes of a [rows, k] and b [k, columns] of the rank with the largest k."""
     most = max(k for k, _ in inner)
     return [_padded(n * most * like.element_size()) for n in (rows, columns)]
+
+
+class OperandsByColumns:
+    """The same operands, all ranks' together: this rank's rows of a over the whole inner dimension,
+    and blocks of `width` columns of the whole b, one after the other.
+
+    b lies in the buffers as [blocks, K, width], so that a rank's part of a block is contiguous. Each
+    rank writes its own part there and copies the others' parts to the same place of its buffer.
+
+    inner: by rank, its number k.
+    """
+
+    def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: list[int], width: int):
+        self._pool, self._like, own = pool, a, ranks.rank
+        starts = list(itertools.accumulate(inner, initial=0))
+        room = room_by_columns(cut.length, b.shape[1], a, inner)
+        self._buffer, place = pool.take(sum(room)), room[0] // a.element_size()
+        ((first, last),) = cut.spans[own]
+
+        def rows_of_a(rank: int, start: int, end: int) -> Tensor:
+            shape = (end - start, inner[rank])
+            return pool.view(self._buffer, rank, shape, a.dtype, start * inner[rank])
+
+        def block(rank: int, at: int, of: int) -> Tensor:
+            """The part of rank `of` of the block of columns from `at` on, in a rank's buffer."""
+            wide = min(width, b.shape[1] - at)
+            start = place + starts[-1] * at + starts[of] * wide
+            return pool.view(self._buffer, rank, (inner[of], wide), b.dtype, start)
+
+        self._starts_at = range(0, b.shape[1], width)
+        for at in self._starts_at:
+            _copy(block(own, at, own), b[:, at : at + width])
+        for start, end in ((0, first), (last, cut.length)):
+            if start < end:
+                _copy(rows_of_a(own, start, end), a[start:end])
+        pool.barrier(self._buffer)
+        sources = [ranks.around(step)[1] for step in range(1, ranks.size)]
+        self._rows = [a.new_empty((last - first, k)) for k in inner]
+        self._rows[own], self._events = a[first:last], []
+        with pool.copying():
+            for source in sources:
+                if self._rows[source].numel():
+                    self._rows[source].copy_(rows_of_a(source, first, last))
+            for at in self._starts_at:
+                for source in sources:
+                    if inner[source]:
+                        block(own, at, source).copy_(block(source, at, source))
+                self._events.append(pool.stream.record_event())
+        self._blocks = [
+            pool.view(
+                self._buffer,
+                own,
+                (starts[-1], min(width, b.shape[1] - at)),
+                b.dtype,
+                place + starts[-1] * at,
+            )
+            for at in self._starts_at
+        ]
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yields (first column, this rank's rows of a, the block of b). Work issued later may read
+        them, until the next one is asked for after the last."""
+        rows = None
+        for at, matrix, event in zip(self._starts_at, self._blocks, self._events, strict=True):
+            torch.cuda.current_stream(self._like.device).wait_event(event)
+            rows = torch.cat(self._rows, 1) if rows is None else rows
+            yield at, rows, matrix
+        self._pool.release(self._buffer)
+
+
+def room_by_columns(rows: int, columns: int, like: Tensor, inner: list[int]) -> list[int]:
+    """The padded bytes of a [rows, the largest k] and of b [all k, columns]."""
+    sizes = rows * max(inner), columns * sum(inner)
+    return [_padded(n * like.element_size()) for n in sizes]
 
 
 def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
