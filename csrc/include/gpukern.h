@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 #define GK_VERSION_MAJOR 0
-#define GK_VERSION_MINOR 2
+#define GK_VERSION_MINOR 3
 #define GK_VERSION_PATCH 0
 
 /* ---- status ------------------------------------------------------------------------------- */

@@ -1214,9 +1214,9 @@ def check_operands_that_are_fetched(ranks):
     for name in names:
         setattr(transport, name, counted(name))
     try:
-        for turned in (False, True):
+        for transposed in (False, True):
             a, b = whole[0][:, inner].clone(), whole[1][inner].clone()
-            b = (b.t().contiguous().t() if turned else b).requires_grad_()
+            b = (b.t().contiguous().t() if transposed else b).requires_grad_()
             a.requires_grad_()
             out = gd.gemm_reduce_scatter(a, b)
             close(out, want.tensor_split(size)[ranks.rank])
@@ -2251,7 +2251,7 @@ def test_operands_are_fetched_where_they_have_fewer_bytes():
     for rows, k, columns, dtype, fetches in (
         (8192, 8192, 10240, torch.bfloat16, True),
         (8192, 4096, 6144, torch.bfloat16, True),
-        (64, 8192, 8192, torch.bfloat16, False),  # few rows: the sums are small
+        (64, 8192, 8192, torch.bfloat16, False),  # small M: the sums are small
         (8192, 32768, 8192, torch.bfloat16, False),
         (8192, 8192, 10240, torch.float32, False),
         (8192, 4096, 10240, torch.float32, True),

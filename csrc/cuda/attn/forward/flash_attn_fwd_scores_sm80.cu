@@ -21,7 +21,7 @@ bool plan_scores(const gk_cuda_instance *row, const gk_context *ctx, const void 
     const FwdParams &p = gk_own<FwdParams>(to);
     to->workspace_bytes = (size_t)gk_round_up((int64_t)to->workspace_bytes, 16) +
                           (size_t)p.problem.batch * (size_t)p.problem.heads_q * (size_t)p.tiles_q;
-    return true;
+    return gk_grid_fits(to->tasks);
 }
 
 template <class T, class Tile, bool DROP>
@@ -32,9 +32,6 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
     typename ParamsOf<DROP, true>::type p;
     (FwdParams &)p = gk_own<FwdParams>(plan);
     take_dropout(p, a);
-    if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
-                       (long long)plan->tasks, Tile::BQ);
     const Problem &x = p.problem;
     const size_t tiles = (size_t)x.batch * (size_t)x.heads_q * (size_t)p.tiles_q;
     p.scores = mma_scores_of(gk_scores_of(a), x.seq_q, x.seq_k);

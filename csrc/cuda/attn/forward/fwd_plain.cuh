@@ -175,16 +175,12 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     to->tile[0] = WARPS;
     to->tile[1] = 32;
     to->tasks = gk_ceil_div(x.problem.seq_q, WARPS) * x.problem.heads_q * x.problem.batch;
-    return true;
+    return gk_grid_fits(to->tasks);
 }
 
 template <class T, bool PARTIAL = false>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
-    if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED,
-                       "%lld rows in all heads are more than this kernel counts",
-                       (long long)plan->tasks * WARPS);
     const dim3 blocks((unsigned)plan->tasks);
     const gk_status status = x.scores.any ? launch<flash_attn_fwd_plain_kernel<T, PARTIAL, true>>(
                                                 "gk_flash_attn_fwd", ctx, blocks, THREADS, 0, x)

@@ -457,7 +457,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     const FwdParams &p = gk_own<FwdParams>(to) =
         fwd_params(ctx, a, Tile::BQ, Tile::BKV, Tile::CTAS, 1, fwd_by_parts(a) ? 2 : 1);
     fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Tile::CTAS, fwd_blocks(p), to);
-    return true;
+    return gk_grid_fits(to->tasks);
 }
 
 inline void take_dropout(FwdParams &, const gk_flash_attn_args *) {}
@@ -471,9 +471,6 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     typename dropping_if<FwdParams, DROP>::type p;
     (FwdParams &)p = gk_own<FwdParams>(plan);
     take_dropout(p, a);
-    if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
-                       (long long)plan->tasks, Tile::BQ);
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_sm80_kernel<T, Tile, MODIFIED, DROP>>(
         "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS,
