@@ -42,7 +42,9 @@ function(gk_c_options target)
   if(GPUKERN_WERROR)
     list(APPEND c_options -Werror)
   endif()
-  if(GPUKERN_SANITIZE)
+  if(target IN_LIST gk_unreached)
+    list(APPEND c_options -O0)
+  elseif(GPUKERN_SANITIZE)
     list(APPEND c_options -DGK_SANITIZED -fsanitize=${GPUKERN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
     if(CMAKE_C_COMPILER_ID MATCHES "Clang") # an unrolled loop repeats its checks: three times the compiler's time
       list(APPEND c_options -Wno-pass-failed "SHELL:-mllvm -pragma-unroll-threshold=1")
@@ -131,6 +133,25 @@ function(gk_log_ptxas target)
   set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${logged}")
 endfunction()
 
+# The sources that take more than half of the CUDA half's time, the longest first (docs/worklog/build_time.md). ninja starts objects in the
+# order of their list. A long object that starts last would leave the other cores without work.
+set(gk_cuda_longest gemm_sm90a scaled_gemm_sm90a flash_attn_fwd_sm90a gemm_sm80 scaled_gemm_swapab_sm90a weight_wgmma_4bit_sm90a
+    grouped_gemm_sm90a paged_prefill_sm90a flash_attn_fwd_sm80 paged_attn_sm90a quantize gemm_skinny flash_attn_bwd_sm90a
+    gemm_swapab_sm90a softmax paged_attn_sm80 norm_bwd grouped_gemm_sm80 flash_attn_bwd_wide_sm90a weight_mma_4bit_sm90a dropout
+    flash_attn_bwd_sm80 scaled_gemm_sm80)
+
+function(gk_longest_first list)
+  set(first)
+  foreach(name IN LISTS gk_cuda_longest)
+    set(found ${${list}})
+    list(FILTER found INCLUDE REGEX "/${name}\\.cu$")
+    list(APPEND first ${found})
+  endforeach()
+  set(rest ${${list}})
+  list(REMOVE_ITEM rest "" ${first})
+  set(${list} ${first} ${rest} PARENT_SCOPE)
+endfunction()
+
 # Sets gk_with_cuda and gk_cuda_libraries, and appends the CUDA objects to gk_objects.
 macro(gk_add_cuda)
   if(NOT GPUKERN_CUDA_SM80)
@@ -185,12 +206,8 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
     list(FILTER portable_sources EXCLUDE REGEX "_sm90a\\.cu$")
     set(own_sources ${cuda_sources})
     list(FILTER own_sources INCLUDE REGEX "_sm90a\\.cu$")
-    # gemm_sm90a.cu takes a third of the compile time of Hopper's files, so it starts first
-    list(SORT own_sources ORDER DESCENDING)
-    set(longest ${own_sources})
-    list(FILTER longest INCLUDE REGEX "/(gemm|flash_attn_fwd)_sm90a\\.cu$")
-    list(REMOVE_ITEM own_sources ${longest})
-    list(PREPEND own_sources ${longest})
+    gk_longest_first(own_sources)
+    gk_longest_first(portable_sources)
     if(own_sources AND "90a" IN_LIST GPUKERN_CUDA_ARCHS)
       gk_cuda_objects(gk_cuda_90a "${gk_cuda_flags_90a}" ${own_sources})
       gk_log_ptxas(gk_cuda_90a)

@@ -33,6 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["GPUKERN_TUNED"] = "off"
 
 import pytest
+import python_server
 import torch
 import torch.nn.functional as F
 from exact import Exact, Judge, product  # noqa: F401
@@ -1136,16 +1137,25 @@ def processes():
     return context
 
 
-def run_python(code, env=None, timeout=240, check=True):
-    """Runs code in a new interpreter and returns the finished process with its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})},
-        cwd=os.path.dirname(os.path.abspath(__file__)),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def run_python(code, env=None, timeout=240, check=True, fresh=False):
+    """Runs code in a new process and returns the finished process with its output. PyTorch is
+    imported already, and gpukern is not (python_server.py). fresh: in a new interpreter, for tests
+    of how a process ends."""
+    code = textwrap.dedent(code)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})}
+    cwd = os.path.dirname(os.path.abspath(__file__))
+    if fresh:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    else:
+        done = python_server.run(code, env, cwd, timeout)
     if check:
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -383,9 +383,12 @@ def test_modules_in_evaluation(name, fast):
 
 
 def test_active_at_exit():
-    run_python("""
+    run_python(
+        """
         import torch, torch.nn.functional as F, torch_gpukern.integrations.sdpa
         torch.nn.attention.activate_flash_attention_impl("gpukern")
         q = torch.randn(1, 2, 8, 16, requires_grad=True)
         F.scaled_dot_product_attention(q, q, q).sum().backward()
-    """)
+        """,
+        fresh=True,
+    )

@@ -7,16 +7,12 @@ out by hand.
 """
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 from torch_gpukern import layout as L
 from torch_gpukern.layout import atoms, banks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def elements(tv, rows):
@@ -378,8 +374,8 @@ def test_command_line(tmp_path, capsys):
 
 
 def test_import_is_lazy():
-    code = (
-        "import sys, torch_gpukern; assert 'torch_gpukern.layout' not in sys.modules\n"
-        "assert torch_gpukern.layout.size('(4,8)') == 32"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python("""
+        import sys, torch_gpukern
+        assert "torch_gpukern.layout" not in sys.modules
+        assert torch_gpukern.layout.size("(4,8)") == 32
+        """)

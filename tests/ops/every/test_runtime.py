@@ -2,10 +2,7 @@
 """The ops in a process: threads, forks, repeatability, memory, instruction sets, chosen
 instances."""
 
-import functools
 import json
-import os
-import subprocess
 import sys
 import threading
 
@@ -409,7 +406,7 @@ def test_fresh_threads_and_a_thread_count_of_their_own():
 # memory
 
 MEMORY = """
-import gc, json, os, re, resource, signal, sys, traceback
+import gc, re, resource
 import torch
 import torch_gpukern
 ops = torch.ops.gpukern
@@ -425,8 +422,16 @@ def now():
         return int(f.read().split()[1]) * resource.getpagesize() / 2**20
 
 def rand(*shape, dtype=torch.float32):
-    # filled in place, so that nothing but the tensor itself was ever allocated
-    return torch.empty(shape, dtype=dtype).normal_()
+    # filled in place, so that nothing but the tensor itself was ever allocated. A large tensor repeats
+    # few values, because a normal value takes as long as a hundred products
+    x = torch.empty(shape, dtype=dtype)
+    rows = x.view(-1, shape[-1])
+    rows[:64].normal_()
+    done = 64
+    while done < len(rows):
+        rows[done : 2 * done] = rows[: min(done, len(rows) - done)]
+        done *= 2
+    return x
 
 def warm(dtype):
     q = rand(1, 2, 130, 64, dtype=dtype).requires_grad_()
@@ -444,44 +449,12 @@ def measure(fn):
     result = fn()
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return mib() - before
-
-# each code in a fork: a process of its own, which need not import torch again
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        signal.alarm(600)
-        try:
-            exec(json.loads(line))
-            sys.stdout.flush()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-    print("EXIT", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-@functools.cache
-def memory_server():
-    """A process that has imported torch and torch_gpukern and has run nothing. It exits when its
-    input from this process is closed."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-c", MEMORY]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
-
-
 def memory(code):
-    """The peak resident memory in MiB that the last call in `code` added, which `code` prints."""
-    server, said = memory_server(), []
-    print(json.dumps(code), file=server.stdin, flush=True)
-    while not (line := server.stdout.readline()).startswith("EXIT"):
-        assert line, f"the server of memory() ended, exit {server.wait()}"
-        said += line.split()
-    assert line == "EXIT 0\n", (line, said)
-    return [float(x) for x in said]
+    """The numbers that `code` prints: the peak resident memory in MiB that a call added."""
+    return [float(x) for x in run_python(MEMORY + code, timeout=600).stdout.split()]
 
 
 @pytest.mark.parametrize("dtype,seq", (("float32", 32768), ("bfloat16", 65536)))
@@ -519,8 +492,9 @@ kwargs = dict({kwargs})
 out, lse = ops.flash_attn_fwd(q[:, :, :200], k, v, **kwargs)
 ops.flash_attn_bwd(out, q[:, :, :200], k, v, out, lse, **kwargs)
 del out, lse
-print(measure(lambda: ops.flash_attn_fwd(q, k, v, **kwargs)))
-out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
+kept = []
+print(measure(lambda: kept.extend(ops.flash_attn_fwd(q, k, v, **kwargs))))
+out, lse = kept
 print(measure(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, **kwargs)))
 """)
     tensor = 2 * seq * 64 * (2 if dtype == "bfloat16" else 4) / 2**20
