@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops import paged_attn
 from ..paged.kv_cache import PagedKVCache
+from .fused import Fused, fuse
 from .transfer import on_device
 
 ATTENTION = "gpukern_paged"
@@ -132,6 +133,9 @@ class TransformersModel(Model):
     Sliding windows and softcap are served. All layers share one cache, so that no page is released.
     dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits, which the
     CPU has.
+
+    Layers in Llama's form whose norms and MLP are patched run fused (fused.py). Their weights are
+    joined when the TransformersModel is made: quantise, load and patch before.
     """
 
     def __init__(
@@ -166,15 +170,19 @@ class TransformersModel(Model):
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
         self.model = model.eval()
+        self.heard: Any = None  # is told of each call of attention, while layers are tried
+        self.fused = Fused()
+        self.fused = fuse(self)
 
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        out = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            served_by=self,
-        )
+        with self.fused.active(self):
+            out = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                served_by=self,
+            )
         return out.logits[0].float()
 
     @staticmethod
@@ -192,5 +200,7 @@ class TransformersModel(Model):
             rules["window_left"] = kwargs["sliding_window"] - 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         step, cache, layer = served_by.step, served_by.cache, module.layer_idx
+        if served_by.heard is not None:
+            served_by.heard(layer, q, rules)
         cache.write(k, v, step.slots, layer)
         return step.attend(cache, layer, q, **rules)[None], None
