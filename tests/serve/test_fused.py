@@ -48,6 +48,7 @@ def both(net):
     model = TransformersModel(net, 16)
     fused, count = over_pages(model), len(model.fused.layers)
     model.fused = Fused()
+    model.graphs.clear()
     return count, fused, over_pages(model)
 
 
