@@ -27,7 +27,8 @@ extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_
 extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table,
     gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table, gk_paged_attn_f32_table,
     gk_paged_attn_plain_table;
-extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
+extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table,
+    gk_rope_kv_write_sm90a_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
 extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table,
@@ -49,7 +50,8 @@ extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table,
     gk_softmax_fwd_walk_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
     gk_softmax_bwd_walk_table;
-extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
+extern const gk_cuda_table gk_glu_fwd_sm90a_table, gk_glu_fwd_table, gk_glu_bwd_table,
+    gk_rope_table;
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
@@ -78,7 +80,8 @@ static const gk_cuda_table *const paged_attn_tables[] = {
     &gk_paged_attn_sm90a_table,    &gk_paged_attn_sm80_table,
     &gk_paged_attn_f32_table,      &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
-static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
+static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_sm90a_table,
+                                                            &gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table,
                                                        &gk_quantize_table};
@@ -106,7 +109,7 @@ static const gk_cuda_table *const softmax_fwd_tables[] = {
     &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};
 static const gk_cuda_table *const softmax_bwd_tables[] = {
     &gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table, &gk_softmax_bwd_walk_table};
-static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
+static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_sm90a_table, &gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
 static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_sm90a_table,
