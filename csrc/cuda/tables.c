@@ -13,7 +13,8 @@ extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_ge
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
     gk_flash_attn_fp8_sm80_table;
-extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
+extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table,
+    gk_rope_kv_write_sm90a_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
 extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table,
@@ -35,7 +36,8 @@ extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table,
     gk_softmax_fwd_walk_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
     gk_softmax_bwd_walk_table;
-extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
+extern const gk_cuda_table gk_glu_fwd_sm90a_table, gk_glu_fwd_table, gk_glu_bwd_table,
+    gk_rope_table;
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
@@ -110,7 +112,8 @@ static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_tabl
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
-static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
+static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_sm90a_table,
+                                                            &gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
 static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table,
                                                        &gk_quantize_table};
@@ -138,7 +141,7 @@ static const gk_cuda_table *const softmax_fwd_tables[] = {
     &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};
 static const gk_cuda_table *const softmax_bwd_tables[] = {
     &gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table, &gk_softmax_bwd_walk_table};
-static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
+static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_sm90a_table, &gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
 static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entropy_fwd_sm90a_table,

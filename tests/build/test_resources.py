@@ -172,6 +172,8 @@ WITHOUT_PRODUCTS = (
     "quantize_",
     "flash_attn_bwd_round_",
     "cross_entropy_",
+    "glu_",
+    "rope_kv_write_",
     "norm_",
     "softmax_",
     "paged_",

@@ -733,3 +733,38 @@ def test_8_bit_floats_under_a_compiler(recipe):
     torch._dynamo.reset()
     with torch.no_grad():
         assert_bits(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("recipe", ("w4", "w4-zero", "w8"))
+def test_scales_of_packed_weights_have_16_bits(recipe, dtype, device):
+    """The Hopper kernels of weight_gemm read scales of the activations' dtype alone: float32 ones
+    would go to the general kernel. Codes are chosen for the rounded scale."""
+    half = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    gen = generator("16-bit scales", recipe, str(dtype))
+    layer = nn.Linear(256, 64, bias=False).to(device, dtype)
+    with torch.no_grad():
+        layer.weight.copy_(randn(gen, 64, 256).to(dtype) / 16)
+        layer.weight[3] = 1e-7  # below what float16 scales hold
+    w = layer.weight.detach().double()
+    gnn.quantize(layer, recipe, say=None)
+    assert layer.weight_scale.dtype is half and (layer.weight_scale > 0).all()
+    step = layer.weight_scale.double().mT.repeat_interleave(256 // layer.weight_scale.shape[0], 1)
+    off = (layer.decoded(torch.float32).double() - w).abs() / step
+    # half a step, but for what saturates: int8 rounds its scale, int4 may choose half of it
+    assert off.median() < 0.3 and off.max() < {"w4": 4.0, "w4-zero": 0.57, "w8": 0.76}[recipe]
+    for x_dtype in (torch.float32, torch.bfloat16, torch.float16):  # the other 16 bits, too
+        x = randn(gen, 3, 256).to(device, x_dtype)
+        want = x.double() @ layer.decoded(torch.float32).double().mT
+        torch.testing.assert_close(layer(x).double(), want, rtol=2e-2, atol=2e-2)
+
+
+def test_float32_scales_of_earlier_states_stay():
+    """States and checkpoints with float32 scales give the same bits as when they were written."""
+    layer = nn.Linear(256, 64)
+    gnn.quantize(layer, "w4", say=None)
+    scale = layer.weight_scale.float() * (1 + 2.0**-12)  # which bfloat16 does not hold
+    state = layer.state_dict() | {"weight_scale": scale}
+    layer.load_state_dict(state)
+    assert layer.weight_scale.dtype is torch.float32
+    assert_bits(layer.weight_scale, scale)

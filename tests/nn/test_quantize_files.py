@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_gpukern import cli
 from torch_gpukern import nn as gnn
+from torch_gpukern.nn.quant.recommended import recommended
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -124,6 +125,34 @@ def test_what_is_refused(tmp_path, capsys):
     with pytest.raises(ValueError, match="is of version 2, this gpukern reads version 1"):
         gnn.load_quantized(Model(), tmp_path / "w8")
     assert cli.main(["quantize", str(tmp_path)]) == 1 and "quantize: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, major, requests, recipe, words",
+    (
+        ("NVIDIA H200", 9, 1, "w4", "bfloat16's tokens times"),
+        ("NVIDIA H200", 9, 33, "fp8", "bfloat16's tokens times"),
+        ("NVIDIA H100 PCIe", 9, 16, "w4", "measured on an H200, this is NVIDIA H100 PCIe"),
+        ("NVIDIA A100", 8, 1, "int8", "on NVIDIA A100 no decoding was measured"),
+    ),
+)
+def test_the_recommended_recipe(name, major, requests, recipe, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    found = recommended(requests, "cuda")
+    assert found.recipe == recipe and words in found.why
+    with pytest.raises(ValueError, match="requests is 0; expected 1 or more"):
+        recommended(0, "cuda")
+
+
+def test_the_command_chooses_a_recipe(tmp_path, capsys):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file({"x.weight": randn(generator("auto"), 64, 64)}, plain / "model.safetensors")
+    assert cli.main(["quantize", str(plain), "--recipe", "auto", "--requests", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "gpukern: recipe int8: products of int8 codes are the fastest on a CPU" in said
+    assert (tmp_path / "plain-int8" / "model.safetensors").exists()
 
 
 def snapshot(model):

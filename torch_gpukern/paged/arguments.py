@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 def as_handles(sequences: int | Sequence[int]) -> Sequence[int]:
     return sequences if isinstance(sequences, Iterable) else [sequences]
@@ -68,13 +70,16 @@ def copy_into(target: Tensor, numbers: np.ndarray) -> None:
 def check_targets(
     n: int, device: torch.device, block_table: Tensor, seq_lens: Tensor, slots: Tensor | None
 ) -> None:
-    """Raises ValueError unless the user's tensors can hold a batch of n sequences."""
+    """Raises ValueError unless the user's tensors can hold a batch of n sequences. They are on the
+    cache's device, or on the CPU."""
     for name, x, dims, dtypes in (
         ("block_table", block_table, 2, (torch.int32,)),
         ("seq_lens", seq_lens, 1, (torch.int32,)),
         ("slots", slots, 1, (torch.int64, torch.int32)),
     ):
-        if x is not None and (x.dim() != dims or x.dtype not in dtypes or x.device != device):
+        if x is not None and (
+            x.dim() != dims or x.dtype not in dtypes or x.device not in (device, CPU)
+        ):
             raise ValueError(
                 f"PagedKVCache.fill_: {name} is {list(x.shape)} {x.dtype} on {x.device}; expected "
                 f"{dims} dimensions, {' or '.join(map(str, dtypes))} on {device}"

@@ -232,7 +232,8 @@ class PagedKVCache(Bookkeeping, KVPages):
 
         Rows after the B sequences become inactive: length 0, and slot -1, which `kv_cache_write`
         skips. Table entries that `paged_attn` does not read are left unchanged. The host does not
-        wait for the device; the copies are ordered on the current stream.
+        wait for the device; the copies are ordered on the current stream. The tensors may also be
+        on the CPU, where the user copies them himself.
 
         Args:
             sequences: B different handles.

@@ -178,7 +178,7 @@ class Engine:
             for chunk in chunks
         ]
         logits = self.model.forward(ids, positions, rows, starts, before)
-        tokens, scores = self.sampler.pick(logits, places) if rows else ([], [])
+        tokens, scores = self.sampler.pick(logits, places, self.model.best) if rows else ([], [])
         self._take(chunks, tokens, scores)
         self.metrics.step(
             time.perf_counter() - began, len(ids), self.used_pages / self.cache.num_blocks

@@ -10,13 +10,14 @@ of requests.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import paged_attn
 from ..paged.kv_cache import PagedKVCache
+from .fused import Fused, fuse
 from .transfer import on_device
 
 ATTENTION = "gpukern_paged"
@@ -40,6 +41,50 @@ class Step:
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
 
+class Inputs:
+    """The numbers that a captured step reads. They lie in one buffer, so that a step copies them
+    once: in pinned memory, `host`, and on the device, `here`."""
+
+    def __init__(
+        self, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> None:
+        sizes = {
+            name: torch.Size(shape).numel() * dtype.itemsize
+            for name, (dtype, shape) in shapes.items()
+        }
+        there = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=True)
+        self.buffers = there, torch.zeros_like(there, device=device)
+        self.host, self.here = (
+            {
+                name: part.view(dtype).view(shape)
+                for part, (name, (dtype, shape)) in zip(
+                    buffer.split(list(sizes.values())), shapes.items(), strict=True
+                )
+            }
+            for buffer in self.buffers
+        )
+        self.sent = torch.cuda.Event()
+
+    def wait(self) -> None:
+        """Until the last copy has been made, so that `host` may be written."""
+        self.sent.synchronize()
+
+    def send(self) -> None:
+        self.buffers[1].copy_(self.buffers[0], non_blocking=True)
+        self.sent.record()
+
+
+class Captured(NamedTuple):
+    """A graph of a step and what it reads and writes, which stays as long as the graph."""
+
+    step: Step
+    graph: Any
+    inputs: Inputs
+    rows: Tensor
+    logits: Tensor
+    best: Tensor  # the largest logit's token
+
+
 class Model:
     """What both kinds share. `run` is the network: logits of the wanted rows of packed tokens."""
 
@@ -48,8 +93,9 @@ class Model:
     ) -> None:
         self.cache, self.vocab, self.max_length = cache, vocab, max_length
         self.device = cache.k.device
-        self.graphs: dict[int, tuple] = {}
-        self.graph: tuple | None = None  # of the step that began
+        self.graphs: dict[int, Captured] = {}
+        self.graph: Captured | None = None  # of the step that began
+        self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
         self.width = -(-max_length // cache.block_size)
 
@@ -58,8 +104,11 @@ class Model:
             size = 1 << (len(handles) - 1).bit_length()
             if size not in self.graphs:
                 self.graphs[size] = self.capture(size)
-            self.step, self.graph = self.graphs[size][0], self.graphs[size]
-            self.cache.fill_(handles, self.step.table, self.step.lens, self.step.slots)
+            graph = self.graphs[size]
+            graph.inputs.wait()
+            host = graph.inputs.host
+            self.cache.fill_(handles, host["table"], host["lens"], host["slots"])
+            self.step, self.graph = graph.step, graph
             return
         cache = self.cache
         slots = cache.extend(handles, counts)
@@ -78,45 +127,55 @@ class Model:
         """starts[i] is where request i's tokens begin, before[i] its two tokens before these, where
         it has them."""
         tokens = self.tokens_of(ids, starts, before)
+        self.best = None
         if self.graph is None:
             return self.run(*(self.ints(x) for x in (tokens, positions, rows)))
-        _, graph, all_tokens, all_positions, _, logits = self.graph
-        for target, numbers in ((all_tokens, tokens), (all_positions, positions)):
-            target[: len(ids)].copy_(self.ints(numbers))
-        graph.replay()
+        inputs, logits, best = self.graph.inputs, self.graph.logits, self.graph.best
+        inputs.host["tokens"].numpy()[: len(ids)] = tokens
+        inputs.host["positions"].numpy()[: len(ids)] = positions
+        inputs.send()
+        self.graph.graph.replay()
+        if len(rows) == len(ids):
+            self.best = best[: len(ids)]
+            return logits[: len(ids)]
         # Where a step has room for one token of a prompt, that row's logits are not asked for.
-        return logits[: len(ids)] if len(rows) == len(ids) else logits[self.ints(rows)]
+        return logits[self.ints(rows)]
 
     def ints(self, numbers: list) -> Tensor:
         return on_device(numbers, torch.int64, self.device)
 
-    def capture(self, size: int) -> tuple:
+    def capture(self, size: int) -> Captured:
         """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot
         -1."""
-        tokens = torch.tensor(
-            self.tokens_of([0] * size, list(range(size)), [[]] * size), device=self.device
+        one = torch.tensor(self.tokens_of([0] * size, list(range(size)), [[]] * size))
+        inputs = Inputs(
+            {
+                "tokens": (torch.int64, tuple(one.shape)),
+                "positions": (torch.int64, (size,)),
+                "slots": (torch.int64, (size,)),
+                "lens": (torch.int32, (size,)),
+                "table": (torch.int32, (size, self.width)),
+            },
+            self.device,
         )
-        positions, rows = (torch.arange(size, device=self.device) for _ in range(2))
-        positions.zero_()
-        self.step = step = Step(
-            torch.full((size,), -1, device=self.device),
-            torch.zeros(size, self.width, dtype=torch.int32, device=self.device),
-            torch.zeros(size, dtype=torch.int32, device=self.device),
-            None,
-            1,
-        )
+        inputs.host["tokens"].copy_(one)
+        inputs.host["slots"].fill_(-1)
+        inputs.send()
+        here, rows = inputs.here, torch.arange(size, device=self.device)
+        tokens, positions = here["tokens"], here["positions"]
+        self.step = step = Step(here["slots"], here["table"], here["lens"], None, 1)
         with torch.inference_mode():
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 # libraries set themselves up outside of the capture
-                self.run(tokens, positions, rows)
+                self.run(tokens, positions, rows).argmax(-1)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.run(tokens, positions, rows)
-        # the graph reads all of them: they stay
-        return step, graph, tokens, positions, rows, logits
+                best = logits.argmax(-1)
+        return Captured(step, graph, inputs, rows, logits, best)
 
     def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
         return ids
@@ -132,6 +191,9 @@ class TransformersModel(Model):
     Sliding windows and softcap are served. All layers share one cache, so that no page is released.
     dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits, which the
     CPU has.
+
+    Layers in Llama's form whose norms and MLP are patched run fused (fused.py). Their weights are
+    joined when the TransformersModel is made: quantise, load and patch before.
     """
 
     def __init__(
@@ -166,15 +228,19 @@ class TransformersModel(Model):
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
         self.model = model.eval()
+        self.heard: Any = None  # is told of each call of attention, while layers are tried
+        self.fused = Fused()
+        self.fused = fuse(self)
 
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        out = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            served_by=self,
-        )
+        with self.fused.active(self):
+            out = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                served_by=self,
+            )
         return out.logits[0].float()
 
     @staticmethod
@@ -192,5 +258,7 @@ class TransformersModel(Model):
             rules["window_left"] = kwargs["sliding_window"] - 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         step, cache, layer = served_by.step, served_by.cache, module.layer_idx
+        if served_by.heard is not None:
+            served_by.heard(layer, q, rules)
         cache.write(k, v, step.slots, layer)
         return step.attend(cache, layer, q, **rules)[None], None

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn import QuantizedLinear
+from .fused import most_off
 from .models import ATTENTION, TransformersModel
 
 LENGTHS = (9, 6)  # of the prompts; the last token of each is decoded
-# How far logits may be off, as a share of their standard deviation. A model that is not served is
-# off by more than one. Rounding of activations to few bits makes large steps of small differences.
-EXACT, ROUNDED = 1e-2, 0.25
 
 
 def served(net: Any, pages: int) -> TransformersModel:
@@ -40,10 +37,7 @@ def served(net: Any, pages: int) -> TransformersModel:
             f"{name} is not served: over pages it raises {type(error).__name__}: {first}"
         ) from error
     off = ((found - want).abs().max() / want.std()).item()
-    exact = all(p.dtype == torch.float32 for p in net.parameters()) and not any(
-        isinstance(m, QuantizedLinear) for m in net.modules()
-    )
-    most = EXACT if exact else ROUNDED
+    most = most_off(net)
     if not off <= most:
         raise ValueError(
             f"{name} is not served: its logits over pages are off by {off:.2g} of their standard "

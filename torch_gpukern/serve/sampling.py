@@ -146,16 +146,21 @@ class Sampler:
         return on_device(values, torch.int64, self.device)
 
     def pick(
-        self, logits: Tensor, places: Sequence[Place]
+        self, logits: Tensor, places: Sequence[Place], best: Tensor | None = None
     ) -> tuple[list[int], list[Scores | None]]:
-        """A token for each row of logits [R, vocab], and its scores where they are asked for."""
+        """A token for each row of logits [R, vocab], and its scores where they are asked for.
+        `best` has the rows' largest logits' tokens, where they are known."""
         drawn = [r for r, place in enumerate(places) if place.request.temperature > 0]
-        tokens = sample(
-            logits,
-            self.ints(drawn) if drawn else None,
-            self.draws([places[r] for r in drawn]) if drawn else None,
-            self.penalties(places),
-        )
+        penalties = self.penalties(places)
+        if best is not None and not drawn and penalties is None:
+            tokens = best
+        else:
+            tokens = sample(
+                logits,
+                self.ints(drawn) if drawn else None,
+                self.draws([places[r] for r in drawn]) if drawn else None,
+                penalties,
+            )
         scores = self.scores(logits, tokens, places)
         return tokens.tolist(), scores
 

@@ -98,6 +98,18 @@ struct ScaledSwapped : OneResult {
         for (int i = 0; i < WGS; ++i) Mail::begin(base_s + Block::MORE_BARRIERS_AT + 16 * i);
     }
 
+    /* The weights of the first stages. In decoding, the kernel in front is a norm or an activation
+     * that leaves most SMs idle. */
+    static __device__ __forceinline__ void before_previous_ends(const Block &shell) {
+        if (shell.first() >= shell.p.scheduler.tiles) return;
+        const int row = OneResult::tile(shell, shell.first()).col * BW;
+        for (int step = 0; step < min(STAGES, shell.part_steps); ++step)
+#pragma unroll
+            for (int i = 0; i < KS; ++i)
+                tma_prefetch_5d(&shell.p.weights,
+                                {{(shell.first_step + step) * BK + 128 * i, row}});
+    }
+
     /* ---- 1. copies --------------------------------------------------------------------------- */
     struct Source {
         int token, row;

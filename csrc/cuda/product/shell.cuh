@@ -91,6 +91,9 @@ struct OneResult {
     template <class S> static __device__ __forceinline__ int steps(const S &shell, const Tile &) {
         return shell.part_steps;
     }
+    /* What the producer does while the kernel in front still runs. It may bring operands into L2,
+     * but not read them: that kernel, or one before it, may be writing them. */
+    template <class S> static __device__ __forceinline__ void before_previous_ends(const S &) {}
 };
 
 /* A stage that the producer is about to fill. */
@@ -161,6 +164,7 @@ template <class P> struct Shell {
     }
 
     __device__ __forceinline__ void produce() {
+        P::before_previous_ends(*this);
         griddepcontrol_wait();
         int turn = 0;
         for (unsigned t = first(); t < P::tiles(*this); t += stride(), ++turn) {

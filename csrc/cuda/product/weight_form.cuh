@@ -111,6 +111,18 @@ __device__ __forceinline__ void produce_codes(const WeightOperands &w, smem_addr
     }
 }
 
+/* Brings the same codes into L2. Unlike a copy, this may be done while a kernel that writes them
+ * still runs. */
+template <class F, int ROWS, int TILES>
+__device__ __forceinline__ void prefetch_codes(const WeightOperands &w, int row, int tile0) {
+    const int left = min(TILES, w.cols - tile0);
+#pragma unroll
+    for (int h = 0; h < ROWS / GK_TILE; ++h)
+        bulk_prefetch(w.packed + min(row + h, w.rows - 1) * w.tile_row +
+                          (int64_t)tile0 * F::TILE_BYTES,
+                      left * F::TILE_BYTES);
+}
+
 /* Rows of the box of tokens from token0 on. TMA fills rows outside a tensor at a third of its
  * speed, so the last tile has a lower box. Its remaining rows in shared memory hold old values,
  * which only reach sums that are not stored. */

@@ -15,9 +15,11 @@
  * of its sums to the other block by st.async and finishes the other half. Clusters are
  * persistent: each takes every gridDim.x / 2-th tile, and the ring is not drained between tiles.
  *
- * Two blocks fit an SM (OCC 2), or one with longer stages ("wide"). With OCC 2 and nibbles, the
- * producer copies codes before griddepcontrol.wait. They are read-only for every kernel that
- * lets its successor start early (8.1 us instead of 8.6, 16 x 5120 x 5120, H200).
+ * Two blocks fit an SM (OCC 2), or one with longer stages ("wide"). With nibbles, the producer
+ * copies codes before griddepcontrol.wait. They are read-only for every kernel that lets its
+ * successor start early (8.1 us instead of 8.6, 16 x 5120 x 5120, OCC 2, H200). Behind a norm or
+ * an activation, which leave most SMs idle, the ring fills while that kernel runs. Other codes are
+ * only brought into L2 then.
  *
  * Workspace: none. Refused forms and operands: weight_form.cuh. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_MMA_CUH
@@ -37,9 +39,9 @@ template <class F_, int NT_, int OCC_> struct WeightMma {
     /* Packed tiles of a stage, 64 of k each. */
     static constexpr int TILES = (NT == 8 && F::WORDS == 4 ? 16 : 8) / OCC;
     static constexpr int STAGES = NT == 16 && F::WORDS == 4 ? 6 : 4;
-    /* True if codes are copied before griddepcontrol.wait. It helps if the next launch's ring
-     * fits beside this one's. 8-bit codes and e2m1 lost up to 0.9 us. */
-    static constexpr bool EARLY = OCC == 2 && F::C == NIBBLES;
+    /* True if codes are copied before griddepcontrol.wait. 8-bit codes and e2m1 lost up to 0.9 us
+     * where one product follows another. */
+    static constexpr bool EARLY = F::C == NIBBLES;
     static_assert(STAGES % WARPGROUPS == 0,
                   "a stage belongs to one warpgroup: its phases are one waiter's");
     typedef WeightStage90<F, ROWS, TILES, NT> Stage;
@@ -134,6 +136,8 @@ __device__ __forceinline__ void produce_weight_mma(const WeightMmaParams &p,
             p.w, smem_s + ring.stage * K::Stage::BYTES, ring.full(), tile,
             (step0 + step) * K::TILES, once);
     };
+    for (int step = 0; !K::EARLY && step < min(K::STAGES, steps); ++step)
+        prefetch_codes<F, K::ROWS, K::TILES>(p.w, first, (step0 + step) * K::TILES);
     int ahead = 0;
     for (; K::EARLY && ahead < K::STAGES && ahead < steps; ++ahead) {
         codes(first, ahead);

@@ -85,6 +85,9 @@ __device__ __forceinline__ void produce_weight_wgmma(const WeightWgmma90Params &
     const CUtensorMap *const a = p.m - token0 < K::NT ? &p.w.a_end : &p.w.a;
     prefetch_maps<F>(p.w, a);
     const uint64_t again = l2_last_out(), once = l2_first_out();
+    /* In decoding, the kernel in front is a norm or an activation that leaves most SMs idle. */
+    for (int step = step0; step < step0 + min(K::STAGES, steps); ++step)
+        prefetch_codes<F, K::ROWS, K::TILES>(p.w, at.col * K::RT, step * K::TILES);
     griddepcontrol_wait();
 #pragma unroll 1
     for (int step = step0; step < step0 + steps; ++step, ring.advance()) {

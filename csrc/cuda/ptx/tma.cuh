@@ -25,6 +25,14 @@ static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *
                  : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor.5d: brings a box into L2. One thread; nothing waits for it.
+static __device__ __forceinline__ void tma_prefetch_5d(const void *map, const tma_at &at) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+        "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4])
+        : "memory");
+}
+
 // cp.async.bulk, global to shared: copies `bytes`, which count at the barrier. `bytes` and both
 // addresses are multiples of 16. Any thread.
 static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *src_g, unsigned bytes,
@@ -33,6 +41,15 @@ static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *sr
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(dst_s),
         "l"(__cvta_generic_to_global(src_g)), "r"(bytes), "r"(barrier_s)
+        : "memory");
+}
+
+// cp.async.bulk.prefetch: brings `bytes` into L2, a multiple of 16 as the address is. Any thread;
+// nothing waits for it.
+static __device__ __forceinline__ void bulk_prefetch(const void *src_g, unsigned bytes) {
+    asm volatile(
+        "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(src_g)),
+        "r"(bytes)
         : "memory");
 }
 

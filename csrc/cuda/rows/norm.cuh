@@ -23,6 +23,8 @@
 #define GPUKERN_CUDA_ROWS_NORM_CUH
 
 #include "../ptx/cp_async.cuh"
+#include "../ptx/prefetch_l2.cuh"
+#include "../tile/begins.cuh"
 #include "clusters.cuh"
 #include "norm_sums.cuh"
 
@@ -102,14 +104,25 @@ __device__ __forceinline__ void norm_stats(Group &group, const RowVec<T> (&h)[Gr
 
 /* With 512 threads of 4 vectors, registers are limited so that an SM holds two blocks: one loads
  * while the other stores. */
-template <class T, int LANES, int ITEMS, int CLUSTER>
+template <class T, int LANES, int ITEMS, int CLUSTER, class Begins>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
                                   LANES == 512 && ITEMS == 4 ? 2 : 1)
     norm_fwd_kernel(NormParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
+    /* Loads under way together. A small M waits for latencies, a large one needs the registers. */
+    constexpr int AT_ONCE = Begins::overlaps && ITEMS <= 2 ? ITEMS : 1;
     __shared__ typename Group::Shared shared;
     Group group(shared);
+    if (Begins::overlaps && p.weight && threadIdx.x % 8 == 0) {
+        /* The weight's latency would otherwise follow the reduction. */
+        const int bytes = p.weight_wide ? 4 : (int)sizeof(T);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (group.column(i) < p.n)
+                prefetch_l2((const char *)p.weight + (int64_t)group.column(i) * bytes);
+    }
+    Begins::begin();
     const int64_t row = group.first_row();
     const bool is_row = row < p.rows; /* lanes without a row take part in the reductions */
     const int n = (int)p.n;
@@ -119,15 +132,28 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
         const T *residual = row_at<T>(p.residual, row);
         T *sum = row_at<T>(p.sum, row);
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (group.column(i) >= n) continue;
-            RowVec<T> r;
-            r.bits = *(const uint4 *)(residual + group.column(i));
+        for (int begin = 0; begin < ITEMS; begin += AT_ONCE) {
+            RowVec<T> r[AT_ONCE];
 #pragma unroll
-            for (int v = 0; v < Group::VEC; ++v) h[i].set(v, h[i].get(v) + r.get(v));
-            group.store(sum, i, h[i]);
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (group.column(begin + i) < n)
+                    r[i].bits = *(const uint4 *)(residual + group.column(begin + i));
+#pragma unroll
+            for (int i = begin; i < begin + AT_ONCE; ++i) {
+                if (group.column(i) >= n) continue;
+#pragma unroll
+                for (int v = 0; v < Group::VEC; ++v) h[i].set(v, h[i].get(v) + r[i - begin].get(v));
+                group.store(sum, i, h[i]);
+            }
         }
     }
+    RowVec<T> weight[ITEMS];
+    const bool has_weight = AT_ONCE > 1 && p.weight && !p.weight_wide && is_row;
+    if (has_weight)
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (group.column(i) < n)
+                weight[i].bits = *(const uint4 *)((const T *)p.weight + group.column(i));
     W mean, rstd;
     norm_stats(group, h, n, p.layer, W(p.eps), mean, rstd);
     if (!is_row) return;
@@ -139,7 +165,10 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
         W y[Group::VEC];
 #pragma unroll
         for (int v = 0; v < Group::VEC; ++v) y[v] = (h[i].get(v) - mean) * rstd;
-        if (p.weight) {
+        if (has_weight) {
+#pragma unroll
+            for (int v = 0; v < Group::VEC; ++v) y[v] *= weight[i].get(v) + W(p.weight_offset);
+        } else if (p.weight) {
             const NormVec<T> w(p.weight, p.weight_wide, at, W(p.weight_offset));
 #pragma unroll
             for (int v = 0; v < Group::VEC; ++v) y[v] *= w.v[v];
@@ -434,12 +463,12 @@ inline bool norm_fwd_plan(const gk_cuda_instance *row, const gk_context *, const
     return true;
 }
 
-template <class T, int LANES, int ITEMS, int CLUSTER>
+template <class T, int LANES, int ITEMS, int CLUSTER, class Begins = BeginsAlone>
 gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
-    return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER>>(
+    return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER, Begins>>(
         "gk_norm_fwd", ctx, dim3((unsigned)plan->tasks * CLUSTER), Group::THREADS, 0,
-        norm_params((const gk_norm_args *)args), false, CLUSTER);
+        norm_params((const gk_norm_args *)args), Begins::overlaps, CLUSTER);
 }
 
 template <class T, int LANES, int ITEMS, int CLUSTER>

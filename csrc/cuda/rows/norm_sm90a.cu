@@ -3,7 +3,11 @@
  * blocks of a cluster share a row and send each other their sums. Serves gk_norm_fwd and
  * gk_norm_bwd in float32, bfloat16 and float16, for rows longer than 512 threads of 4 vectors hold
  * (16384 16-bit values): forward up to 262144 16-bit values, backward up to 131072. Backward's
- * workspace is [clusters, 2, N] float32. */
+ * workspace is [clusters, 2, N] float32.
+ *
+ * Also gk_norm_fwd for small M, as in decoding, 16-bit rows of 1025 to 16384 values: one block a
+ * row, as in norm_fwd.cu, whose launch overlaps its neighbours'. */
+#include "../tile/begins_sm90a.cuh"
 #include "norm.cuh"
 
 namespace {
@@ -15,6 +19,25 @@ namespace {
      norm_fwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
+/* More rows than this fill the GPU, and a launch is little of their time. */
+constexpr int MOST_ROWS = 512;
+
+bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+    const gk_norm_args *a = (const gk_norm_args *)args;
+    return num_rows(a->x) <= MOST_ROWS && a->x.shape[a->x.ndim - 1] > 1024 &&
+           norm_fwd_plan(row, ctx, args, plan);
+}
+
+#define FEW(T, DTYPE, NAME, LANES, ITEMS)                \
+    {"norm_fwd_sm90a_" NAME "_" #LANES "x" #ITEMS,       \
+     DTYPE,                                              \
+     few_plan,                                           \
+     norm_fwd_run<T, LANES, ITEMS, 1, BeginsOverlapped>, \
+     GK_ROW_KEY(T, LANES, ITEMS, 1),                     \
+     NULL},
+#define FEW_SHAPES(T, DTYPE, NAME) \
+    FEW(T, DTYPE, NAME, 128, 2)    \
+    FEW(T, DTYPE, NAME, 256, 2) FEW(T, DTYPE, NAME, 512, 2) FEW(T, DTYPE, NAME, 512, 4)
 #define BWD(T, DTYPE, NAME, ITEMS, CLUSTER)              \
     {"norm_bwd_sm90a_" NAME "_512x" #ITEMS "x" #CLUSTER, \
      DTYPE,                                              \
@@ -28,8 +51,10 @@ namespace {
 #define BWD_SHAPES(T, DTYPE, NAME) \
     BWD(T, DTYPE, NAME, 4, 2) BWD(T, DTYPE, NAME, 4, 4) BWD(T, DTYPE, NAME, 4, 8)
 
-const gk_cuda_instance fwd[] = {FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(
-    __nv_bfloat16, GK_BF16, "bf16") FWD_SHAPES(__half, GK_F16, "f16")};
+const gk_cuda_instance fwd[] = {
+    FEW_SHAPES(__nv_bfloat16, GK_BF16, "bf16") FEW_SHAPES(__half, GK_F16, "f16")
+        FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
+            FWD_SHAPES(__half, GK_F16, "f16")};
 const gk_cuda_instance bwd[] = {BWD_SHAPES(float, GK_F32, "f32") BWD_SHAPES(
     __nv_bfloat16, GK_BF16, "bf16") BWD_SHAPES(__half, GK_F16, "f16")};
 

@@ -19,6 +19,7 @@ from ...cli.terminal import progress
 from . import compressed_tensors
 from .quantize import RECIPES, _become, is_skipped
 from .quantized import FORMAT, VERSION, check_state, empty_of, state_of
+from .recommended import recommended
 from .schemes import GROUPED, IMPORTED, SCHEMES
 
 __all__ = ["SKIP", "load_quantized", "quantize_directory"]
@@ -435,8 +436,15 @@ def add_arguments(commands: Any) -> None:
     p.add_argument("--out", type=Path, help="default: MODEL_DIR-RECIPE beside it")
     p.add_argument(
         "--recipe",
-        choices=[r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static],
+        choices=["auto", *(r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static)],
         default="w4",
+        help="auto: the one that decodes --requests fastest on --for, as docs/quantise.md measured",
+    )
+    p.add_argument("--requests", type=int, default=1, help="requests that decode at once, for auto")
+    p.add_argument(
+        "--for",
+        dest="served_on",
+        help="cpu, cuda or cuda:<index> that will serve the model, for auto; default: --device",
     )
     p.add_argument(
         "--skip",
@@ -455,6 +463,9 @@ def add_arguments(commands: Any) -> None:
 
 
 def _run(args: Any) -> int:
+    if args.recipe == "auto":
+        args.recipe, why = recommended(args.requests, args.served_on or args.device)
+        print(f"gpukern: recipe {args.recipe}: {why}")
     out = args.out or args.model.resolve().with_name(
         f"{args.model.resolve().name}-{args.recipe.replace(':', '_')}"
     )

@@ -84,6 +84,14 @@ def _layer(
     return layer
 
 
+def kept(scale: Tensor) -> Tensor:
+    """A checkpoint's scales as a layer holds them: those of 16 bits as they are, others in
+    float32."""
+    if scale.dtype not in (torch.bfloat16, torch.float16):
+        scale = scale.float()
+    return scale.contiguous()
+
+
 def _with_zeros(
     owner: str, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, bias: Tensor | None
 ) -> QuantizedLinear:
@@ -93,12 +101,12 @@ def _with_zeros(
     if bits <= 4:
         tensors = {
             "weight_packed": pack_weight(codes.to(torch.uint8), "uint4"),
-            "weight_scale": scale.contiguous(),
+            "weight_scale": kept(scales),
             "weight_zero": zeros.to(torch.uint8).contiguous(),
         }
         return _layer(owner, "w4-zero", n, k, tensors, bias)
     packed = pack_weight((codes - 128).to(torch.int8), "int8")
-    tensors = {"weight_packed": packed, "weight_scale": scale.contiguous()}
+    tensors = {"weight_packed": packed, "weight_scale": kept(scales)}
     if bool((zeros == 128).all()):
         return _layer(owner, "w8", n, k, tensors, bias)
     return _layer(
@@ -234,7 +242,7 @@ def from_torchao(weight: Any, *, bias: Tensor | None = None) -> QuantizedLinear:
     codes = ((torch.stack((raw & 15, raw >> 4), -1).flatten(1).int() ^ 8) - 8).to(torch.int8)
     tensors = {
         "weight_packed": pack_weight(codes, "int4"),
-        "weight_scale": scale.float().contiguous(),
+        "weight_scale": kept(scale),
     }
     if not bool((zero != 0).any()):
         return _layer(who, "w4", n, k, tensors, bias)

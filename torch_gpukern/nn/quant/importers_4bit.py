@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...ops import pack_weight
 from ..layers import Linear
-from .importers import _check, _count, _fields, _groups, _layer, _matrix, _with_zeros
+from .importers import _check, _count, _fields, _groups, _layer, _matrix, _with_zeros, kept
 from .quantized import QuantizedLinear
 from .schemes import E4M3, IMPORTED, SCHEMES, ceil_div
 
@@ -77,7 +77,7 @@ def from_pack_quantized(
     if weight_zero_point is None and bits == 4:
         tensors = {
             "weight_packed": pack_weight((codes - 8).to(torch.int8), "int4"),
-            "weight_scale": weight_scale.float().mT.contiguous(),
+            "weight_scale": kept(weight_scale.mT),
         }
         layer = _layer(who, "w4", n, k, tensors, bias)
     else:

@@ -45,6 +45,13 @@ def rounded(x: Tensor, way: Way) -> Tensor:
     return x.round() if way.integers else x.to(E4M3).to(x.dtype)
 
 
+def to_8_bits(x: Tensor) -> Tensor:
+    """float32 x > 0 rounded to 8 significant bits, as bfloat16 does. In integers, because Inductor
+    leaves out a cast to bfloat16 and back."""
+    bits = x.view(torch.int32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32)
+
+
 class QatLinear(torch.nn.Linear):
     """`torch.nn.Linear` whose product uses the weight and the activations as the quantised layer will
     round them.
@@ -79,7 +86,12 @@ class QatLinear(torch.nn.Linear):
 
     @property
     def step(self) -> Tensor:
-        return torch.exp2(self.log_step.float())
+        """The scale as the finished layer will hold it: in 16 bits where its weight is packed. The
+        gradient goes straight through that rounding."""
+        step = torch.exp2(self.log_step.float())
+        if WAYS[self.recipe].codes is not None:
+            return step
+        return step + (to_8_bits(step.detach()) - step.detach())
 
     def fake_weight(self) -> Tensor:
         """The weight as it will be decoded, float32, through which gradients go."""

@@ -209,8 +209,9 @@ class QuantizedLinear(torch.nn.Module):
             destination[prefix + name] = destination[prefix + name].view(dtype)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
-        """Groups may be of another size than the layer was made with, and columns in an order of
-        their own. Another recipe's state is refused before any of it is copied."""
+        """Groups may be of another size than the layer was made with, their scales of another
+        floating dtype, and columns in an order of their own. Another recipe's state is refused
+        before any of it is copied."""
         for name, dtype in self.code_dtypes.items():
             given = state_dict.get(prefix + name)
             if isinstance(given, Tensor) and given.dtype is not torch.uint8:
@@ -225,18 +226,10 @@ class QuantizedLinear(torch.nn.Module):
             )
         for name in ("weight_scale", "weight_zero", "weight_shift"):
             held, given = self._buffers.get(name), state_dict.get(prefix + name)
-            if (
-                held is None
-                or given is None
-                or held.shape == given.shape
-                or self.scheme not in GROUPED
-            ):
+            if held is None or given is None or self.scheme not in GROUPED:
                 continue
-            if (
-                held.dtype is given.dtype
-                and given.dim() == 2
-                and given.shape[1] == self.out_features
-            ):
+            alike = held.dtype is given.dtype or (held.dtype in _FLOATS and given.dtype in _FLOATS)
+            if alike and given.dim() == 2 and given.shape[1] == self.out_features:
                 self._buffers[name] = torch.empty_like(given, device=held.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

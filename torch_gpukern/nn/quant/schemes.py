@@ -128,6 +128,25 @@ def half_of(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
 
 
+def in_half(scale: Tensor, half: torch.dtype) -> Tensor:
+    """The scale rounded to 16 bits, in its own dtype, and not 0.
+
+    Packed weights have 16-bit scales, because weight_gemm's kernels for Hopper copy scales of a's
+    dtype straight into shared memory. Codes are chosen for the rounded scale, so rounding it adds
+    no error of its own.
+    """
+    if half is torch.float16:
+        scale = scale.clamp_min(2.0**-24)
+    return scale.to(half).to(scale.dtype)
+
+
+def beside(scale: Tensor, half: torch.dtype) -> Tensor:
+    """The scale as weight_gemm takes it beside activations of dtype `half`. A scale of the other
+    16-bit dtype is widened."""
+    other = torch.float16 if half is torch.bfloat16 else torch.bfloat16
+    return scale.float() if scale.dtype is other else scale
+
+
 class Scheme(NamedTuple):
     """A scheme by its functions.
 
@@ -138,6 +157,8 @@ class Scheme(NamedTuple):
     the best. decode(tensors, n, k, dtype): the weight [N, K] that they stand for.
     product(x, tensors, n, bias, activation): x [M, K] of any 16- or 32-bit dtype; returns its
     dtype.
+    codes, of_codes(codes, scale, tensors, bias, activation, dtype): where activations are quantised
+    as they come, by which dtype and granularity, and the product of codes that are made already.
     """
 
     text: str
@@ -148,6 +169,8 @@ class Scheme(NamedTuple):
     product: Callable[[Tensor, Tensors, int, Tensor | None, Activation], Tensor]
     static: bool = False
     multiple: int = 1
+    codes: tuple[torch.dtype, Granularity] | None = None
+    of_codes: Callable[..., Tensor] | None = None
 
 
 # ---- 8-bit codes of weight and activation --------------------------------------------------------
@@ -173,24 +196,39 @@ def _codes(dtype: torch.dtype, granularity: Granularity, static: bool, text: str
     def decode(t: Tensors, n: int, k: int, as_dtype: torch.dtype) -> Tensor:
         return dequantize(t["weight_codes"], t["weight_scale"], dtype=as_dtype)
 
+    of_activations: Granularity = "1x128" if granularity == "128x128" else granularity
+
+    def of_codes(
+        codes: Tensor,
+        scale: Tensor,
+        t: Tensors,
+        bias: Tensor | None,
+        activation: Activation,
+        as_dtype: torch.dtype,
+    ) -> Tensor:
+        return scaled_gemm(
+            codes,
+            t["weight_codes"].mT,
+            scale,
+            t["weight_scale"].mT,
+            bias=None if bias is None else bias.to(as_dtype),
+            activation=activation,
+            out_dtype=as_dtype,
+        )
+
     def product(
         x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation
     ) -> Tensor:
         if static:
             codes, scale = quantize(x, dtype, "tensor", scale=t["input_scale"])
         else:
-            codes, scale = quantize(x, dtype, "1x128" if granularity == "128x128" else granularity)
-        return scaled_gemm(
-            codes,
-            t["weight_codes"].mT,
-            scale,
-            t["weight_scale"].mT,
-            bias=None if bias is None else bias.to(x.dtype),
-            activation=activation,
-            out_dtype=x.dtype,
-        )
+            codes, scale = quantize(x, dtype, of_activations)
+        return of_codes(codes, scale, t, bias, activation, x.dtype)
 
-    return Scheme(text, 8, spec, pack, decode, product, static=static)
+    if static:
+        return Scheme(text, 8, spec, pack, decode, product, static=True)
+    how = (dtype, of_activations)
+    return Scheme(text, 8, spec, pack, decode, product, codes=how, of_codes=of_codes)
 
 
 # ---- packed weights, 16-bit activations ----------------------------------------------------------
@@ -200,12 +238,12 @@ def _packed_product(format: str):
     def product(
         x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation
     ) -> Tensor:
-        shift = t.get("weight_shift")
+        shift, half = t.get("weight_shift"), half_of(x)
         wide = x.dtype if shift is None else torch.float32
         out = weight_gemm(
-            x.to(half_of(x)),
+            x.to(half),
             t["weight_packed"],
-            t["weight_scale"],
+            beside(t["weight_scale"], half),
             n,
             format,  # type: ignore[arg-type]
             zero=t.get("weight_zero"),
@@ -250,22 +288,27 @@ def _integers(format: str, bits: int, group: int | None, text: str) -> Scheme:
     def spec(n: int, k: int) -> Spec:
         return {
             "weight_packed": ((ceil_div(n, 64), ceil_div(k, 64), _tile_bytes(bits)), torch.uint8),
-            "weight_scale": ((ceil_div(k, group) if group else 1, n), torch.float32),
+            "weight_scale": ((ceil_div(k, group) if group else 1, n), torch.bfloat16),
         }
 
-    def ways(amax: Tensor) -> list[Tensor]:
-        amax = amax.clamp_min(2.0**-100)
-        if bits == 8:
-            return [amax / high]
-        return [amax / high * (1 - 0.05 * i) for i in range(-1, 11)]
+    ratios = [1.0] if bits == 8 else [1 - 0.05 * i for i in range(-1, 11)]
 
     def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
-        size = group or max(w.shape[1], 1)
-        scale = step
-        if scale is None:
+        size, half = group or max(w.shape[1], 1), half_of(w)
+
+        def ways(amax: Tensor) -> list[Tensor]:
+            most = amax.clamp_min(2.0**-100) / high
+            return [in_half(most * ratio, half) for ratio in ratios]
+
+        if step is None:
             scale = best_scale(w, importance, size, ways, lambda x: x.round().clamp(low, high))
+        else:
+            scale = in_half(step, half)
         q = (w.float() / spread(scale, size, w.shape[1])).round().clamp(low, high).to(torch.int8)
-        return {"weight_packed": pack_weight(q, format), "weight_scale": scale.mT.contiguous()}  # type: ignore[arg-type]
+        return {
+            "weight_packed": pack_weight(q, format),  # type: ignore[arg-type]
+            "weight_scale": scale.to(half).mT.contiguous(),
+        }
 
     return Scheme(text, bits, spec, pack, _packed_decode(format), _packed_product(format))
 
@@ -275,18 +318,19 @@ def _with_zero(group: int) -> Scheme:
     plain = _integers("int4", 4, group, "")
 
     def spec(n: int, k: int) -> Spec:
-        scale = plain.spec(n, k)["weight_scale"]
-        return {**plain.spec(n, k), "weight_zero": (scale[0], torch.uint8)}
+        shape, _ = plain.spec(n, k)["weight_scale"]
+        return {**plain.spec(n, k), "weight_zero": (shape, torch.uint8)}
 
     def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
         x, k = grouped(w.float(), group), w.shape[1]
         low, high = x.amin(-1).clamp_max(0), x.amax(-1).clamp_min(0)
-        scale = ((high - low) / 15).clamp_min(2.0**-100)
+        half = half_of(w)
+        scale = in_half(((high - low) / 15).clamp_min(2.0**-100), half)
         zero = (-low / scale).round()
         q = ((w.float() / spread(scale, group, k)).round() + spread(zero, group, k)).clamp(0, 15)
         return {
             "weight_packed": pack_weight(q.to(torch.uint8), "uint4"),
-            "weight_scale": scale.mT.contiguous(),
+            "weight_scale": scale.to(half).mT.contiguous(),
             "weight_zero": zero.mT.to(torch.uint8).contiguous(),
         }
 
@@ -298,12 +342,13 @@ def _with_shift(format: str, plain: Scheme) -> Scheme:
     """The scheme of imported weights that are code * scale + shift."""
 
     def spec(n: int, k: int) -> Spec:
-        scale = plain.spec(n, k)["weight_scale"]
-        return {**plain.spec(n, k), "weight_shift": scale}
+        shape, _ = plain.spec(n, k)["weight_scale"]
+        return {**plain.spec(n, k), "weight_shift": (shape, torch.float32)}
 
     def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
         made = plain.pack(w, importance, step)
-        return {**made, "weight_shift": torch.zeros_like(made["weight_scale"])}
+        shift = torch.zeros_like(made["weight_scale"], dtype=torch.float32)
+        return {**made, "weight_shift": shift}
 
     text = f"{plain.text}, and an addend"
     return Scheme(text, plain.bits, spec, pack, _packed_decode(format), _packed_product(format))
@@ -424,9 +469,31 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
                 )
             return sparse_gemm(x.to(dtype), values, meta, **how).to(x.dtype)
         codes, scale = quantize(x, dtype, "row")
-        return sparse_gemm(codes, values, meta, scale_a=scale, scale_b=t["weight_scale"].mT, **how)
+        return of_codes(codes, scale, t, bias, activation, x.dtype)
 
-    return Scheme(text, 16 if not eight else 8, spec, pack, decode, product, multiple=4)
+    def of_codes(
+        codes: Tensor,
+        scale: Tensor,
+        t: Tensors,
+        bias: Tensor | None,
+        activation: Activation,
+        as_dtype: torch.dtype,
+    ) -> Tensor:
+        return sparse_gemm(
+            codes,
+            t["weight_values"],
+            t["weight_meta"],
+            scale_a=scale,
+            scale_b=t["weight_scale"].mT,
+            bias=None if bias is None else bias.to(as_dtype),
+            activation=activation,
+            out_dtype=as_dtype,
+        )
+
+    if not eight:
+        return Scheme(text, 16, spec, pack, decode, product, multiple=4)
+    how = (dtype, "row")
+    return Scheme(text, 8, spec, pack, decode, product, multiple=4, codes=how, of_codes=of_codes)
 
 
 SCHEMES: dict[str, Scheme] = {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize: codes and scales (quantize.cuh) on every GPU. Codes are rounded in integer
  * arithmetic. */
+#include "../../tile/begins.cuh"
 #include "quantize.cuh"
 
 namespace {
 
-struct Any : CodesBySoftware {
-    static constexpr bool overlaps = false;
+struct Any : CodesBySoftware, BeginsAlone {
     static __device__ __forceinline__ void wait_for_previous() {}
     static __device__ __forceinline__ void let_next_begin() {}
 };

@@ -23,6 +23,7 @@
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 
+#include "../../ptx/prefetch_l2.cuh"
 #include "quantize_values.cuh"
 
 namespace {
@@ -62,30 +63,48 @@ template <class T> struct Row {
         make_groups<FORM>(p, at, [&](int n) { return left(p, col, n); }, v, sum, pitch);
     }
 
-    template <class W>
-    __device__ __forceinline__ void multiply(const Params &p, int64_t col, float rstd,
+    /* The first AT_ONCE groups of the weight are under way while rstd() is computed. */
+    template <int AT_ONCE, class W, class Rstd>
+    __device__ __forceinline__ void multiply(const Params &p, int64_t col, const Rstd &rstd,
                                              const W *weight, Group<float> (&v)[N]) const {
+        float by = 0;
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            Group<W> w[1];
-            load_groups(w, weight + (col + n * pitch) * p.weight_step, 0, p.weight_step,
-                        p.weight_vec, [&](int) { return left(p, col, n); });
+        for (int begin = 0; begin < N; begin += AT_ONCE) {
+            Group<W> w[AT_ONCE];
+            load_groups(w, weight + (col + begin * pitch) * p.weight_step, pitch * p.weight_step,
+                        p.weight_step, p.weight_vec,
+                        [&](int n) { return left(p, col, begin + n); });
+            if (begin == 0) by = rstd();
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) v[n].v[i] = v[n].v[i] * rstd * w[0].get(i);
+            for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) {
+                    float &x = v[begin + n].v[i];
+                    x = x * by * w[n].get(i);
+                }
         }
     }
+    __device__ __forceinline__ void prefetch_weight(const Params &p) const {
+        const int bytes = p.weight_f32 ? 4 : (int)sizeof(T);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            if (left(p, first, n) > 0)
+                prefetch_l2((const char *)p.weight + (first + n * pitch) * bytes);
+    }
     /* Applies the norm to the thread's values of its row. */
-    __device__ __forceinline__ void norm(const Params &p, int64_t col, float rstd,
+    template <int AT_ONCE, class Rstd>
+    __device__ __forceinline__ void norm(const Params &p, int64_t col, const Rstd &rstd,
                                          Group<float> (&v)[N]) const {
         if (!p.weight) {
+            const float by = rstd();
 #pragma unroll
             for (int n = 0; n < N; ++n)
 #pragma unroll
-                for (int i = 0; i < VEC; ++i) v[n].v[i] *= rstd;
+                for (int i = 0; i < VEC; ++i) v[n].v[i] *= by;
         } else if (p.weight_f32) {
-            multiply(p, col, rstd, (const float *)p.weight, v);
+            multiply<AT_ONCE>(p, col, rstd, (const float *)p.weight, v);
         } else {
-            multiply(p, col, rstd, (const T *)p.weight, v);
+            multiply<AT_ONCE>(p, col, rstd, (const T *)p.weight, v);
         }
     }
 
@@ -169,11 +188,15 @@ __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows_kernel(Params p
     __shared__ uint32_t peaks[MOST_WARPS];
     __shared__ float sums[MOST_WARPS];
     const Row<T> row(p);
+    if (Codes::overlaps && FORM == MADE && p.weight_vec && threadIdx.x % 8 == 0)
+        row.prefetch_weight(p); /* its latency would otherwise follow the reduction */
+    Codes::begin();
     typename values_of<FORM, T>::type v[N];
     row.template make<FORM>(p, row.first, true, v);
     if constexpr (FORM != PLAIN)
         if (p.what == GK_QUANTIZE_RMS_NORM)
-            row.norm(p, row.first, row.rstd_of(p, squares_of(v), sums), v);
+            row.template norm<N>(
+                p, row.first, [&] { return row.rstd_of(p, squares_of(v), sums); }, v);
     Quotient by = {};
     if (by_rows(p)) by = row.by_row(p, p.given ? 0 : amax_of(v), peaks);
     row.template store<Codes, FORM>(p, row.first, v, by);
@@ -208,7 +231,7 @@ __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_walk_kernel(Params p
                 squares += squares_of(v);
                 continue;
             }
-            if (norm) row.norm(p, col, rstd, v);
+            if (norm) row.template norm<1>(p, col, [&] { return rstd; }, v);
             if (pass == AMAX)
                 most = max(most, amax_of(v));
             else
@@ -394,8 +417,10 @@ template <class T, class Codes> gk_status run_rows(const gk_context *ctx, Params
     if (whole && !fits)
         return launch<quantize_walk_kernel<T, Codes>>("quantize", ctx, grid, threads, 0, p);
     if (p.what == GK_QUANTIZE_X)
-        return launch<quantize_rows_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, threads, 0, p);
-    return launch<quantize_rows_kernel<T, Codes, MADE>>("quantize", ctx, grid, threads, 0, p);
+        return launch<quantize_rows_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, threads, 0, p,
+                                                             Codes::overlaps);
+    return launch<quantize_rows_kernel<T, Codes, MADE>>("quantize", ctx, grid, threads, 0, p,
+                                                        Codes::overlaps);
 }
 
 template <class T, class Codes> gk_status run_blocks(const gk_context *ctx, Params &p) {

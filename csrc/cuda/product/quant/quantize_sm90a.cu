@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize_sm90a: codes and scales (quantize.cuh) on Hopper. Codes are rounded by cvt. Integer
  * arithmetic takes 12 instructions a value, which is longer than moving its bytes. */
-#include "../../ptx/griddepcontrol.cuh"
+#include "../../tile/begins_sm90a.cuh"
 #include "../../tile/codes_sm90a.cuh"
 #include "quantize.cuh"
 
 namespace {
 
-struct Hopper : CodesByHardware {
-    static constexpr bool overlaps = true; /* the second kernel starts while the first one drains */
+struct Hopper : CodesByHardware, BeginsOverlapped {
     static __device__ __forceinline__ void wait_for_previous() { griddepcontrol_wait(); }
     static __device__ __forceinline__ void let_next_begin() { griddepcontrol_launch_dependents(); }
 };

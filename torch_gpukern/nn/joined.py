@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Linear layers that read the same input, as one product: q, k and v, or gate and up.
+
+One launch replaces two or three, and activations that are quantised are quantised once. The joined
+weight is one tensor. The layers keep their parameters and buffers, which become parts of it, so that
+the weights are in memory once. Scales are small and are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import linear
+from ..ops.quantize import Granularity
+from .layers import Linear, has_hooks
+from .quant.quantized import QuantizedLinear
+from .quant.schemes import SCHEMES, Tensors
+
+__all__ = ["Joined", "joined"]
+
+
+class Joined:
+    """The product of all layers' weights, side by side: x [M, K] -> [M, sum of N].
+
+    ``codes`` is the dtype and granularity by which activations are quantised, None where they stay
+    16 bits.
+    """
+
+    def __init__(self, bias: Tensor | None, sizes: list[int]) -> None:
+        self.bias, self.sizes = bias, sizes
+        self.codes: tuple[torch.dtype, Granularity] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def of_codes(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """The product of activations that are quantised by `codes`, in dtype."""
+        raise NotImplementedError
+
+
+class _Plain(Joined):
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> None:
+        super().__init__(bias, sizes)
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class _Quantized(Joined):
+    def __init__(
+        self, recipe: str, tensors: Tensors, bias: Tensor | None, sizes: list[int]
+    ) -> None:
+        super().__init__(bias, sizes)
+        self.scheme, self.tensors = SCHEMES[recipe], tensors
+        self.codes = self.scheme.codes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.scheme.product(x, self.tensors, sum(self.sizes), self.bias, "none")
+
+    def of_codes(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self.scheme.of_codes is not None
+        return self.scheme.of_codes(codes, scale, self.tensors, self.bias, "none", dtype)
+
+
+def joined(layers: Sequence[Any]) -> Joined | None:
+    """The layers as one product; None where one of them does more than a product, or their weights
+    cannot lie side by side (an nvfp4 weight has a scale of the whole)."""
+    sizes = [getattr(layer, "out_features", 0) for layer in layers]
+    biases = [layer._parameters.get("bias") for layer in layers]
+    same = {type(layer) in (torch.nn.Linear, Linear) for layer in layers}
+    if not all(_is_product(layer) for layer in layers) or len(same) != 1:
+        return None
+    if any(b is None for b in biases) and any(b is not None for b in biases):
+        return None
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])  # type: ignore[union-attr]
+    if same == {True}:
+        weights = [layer.weight for layer in layers]
+        if len({(w.dtype, w.device, w.shape[1]) for w in weights}) != 1:
+            return None
+        whole, parts = _side_by_side([w.detach() for w in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.data = part
+        return _Plain(whole, bias, sizes)
+    recipe = layers[0].scheme
+    if any(layer.scheme != recipe for layer in layers):
+        return None
+    dims = _dims(recipe)
+    held = [layer._tensors() for layer in layers]
+    if any(t.keys() != held[0].keys() for t in held):
+        return None
+    if not all(_can_join([t[name] for t in held], dims[name], sizes) for name in held[0]):
+        return None
+    tensors = {}
+    for name, (dim, _) in dims.items():
+        tensors[name], parts = _joined_tensors([t[name] for t in held], dim)
+        if parts is None:
+            continue
+        for layer, part in zip(layers, parts, strict=True):
+            layer._buffers[name] = part.view(torch.uint8) if name in layer.code_dtypes else part
+    return _Quantized(recipe, tensors, bias, sizes)
+
+
+def _is_product(layer: Any) -> bool:
+    """Whether the layer is a product and nothing else: no adapter, hook, activation or order."""
+    if type(layer) not in (torch.nn.Linear, Linear, QuantizedLinear):
+        return False
+    if "forward" in vars(layer) or has_hooks(layer):
+        return False
+    if getattr(layer, "activation", "none") != "none" or "input_order" in layer._buffers:
+        return False
+    if type(layer) is QuantizedLinear:
+        return True
+    weight = layer._parameters.get("weight")
+    return type(weight) is torch.nn.Parameter and not weight.is_meta
+
+
+def _dims(recipe: str) -> dict[str, tuple[int | None, int]]:
+    """Of each tensor of a recipe: the dimension along which weights lie side by side (None: one
+    number of the whole weight), and how many rows of the weight an element there stands for."""
+    one, two = (SCHEMES[recipe].spec(n, 128) for n in (128, 256))
+    found: dict[str, tuple[int | None, int]] = {}
+    for name, (shape, _) in one.items():
+        grows = [d for d, size in enumerate(shape) if two[name][0][d] != size]
+        found[name] = (grows[0], 128 // shape[grows[0]]) if grows else (None, 1)
+    return found
+
+
+def _can_join(tensors: list[Tensor], at: tuple[int | None, int], sizes: list[int]) -> bool:
+    dim, rows = at
+    if dim is None:
+        return all(torch.equal(t, tensors[0]) for t in tensors[1:])
+    if any(n % rows for n in sizes[:-1]):
+        return False
+    others = {(t.dtype, t.device, *t.shape[:dim], *t.shape[dim + 1 :]) for t in tensors}
+    return len(others) == 1
+
+
+def _joined_tensors(tensors: list[Tensor], dim: int | None) -> tuple[Tensor, list[Tensor] | None]:
+    """The tensors as one, and the parts of it that may replace them."""
+    if dim is None or len(tensors) == 1:
+        return tensors[0], None
+    bytes_of = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
+    dtype = tensors[0].dtype
+    if dim:
+        whole = torch.cat(bytes_of, dim)
+        return whole.view(dtype) if dtype.itemsize == 1 else whole, None
+    whole, parts = _side_by_side(bytes_of)
+    if dtype.itemsize == 1:
+        return whole.view(dtype), [part.view(dtype) for part in parts]
+    return whole, parts
+
+
+def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One tensor with the others' rows, and each one's part of it. No copy where they already lie
+    side by side."""
+    first, rows = tensors[0], [t.shape[0] for t in tensors]
+    at = first.data_ptr()
+    for t in tensors:
+        if not t.is_contiguous() or t.data_ptr() != at:
+            break
+        if t.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            break
+        at += t.numel() * t.element_size()
+    else:
+        shape = (sum(rows), *first.shape[1:])
+        return first.as_strided(shape, first.stride(), first.storage_offset()), tensors
+    whole = torch.cat(tensors)
+    return whole, list(whole.split(rows))

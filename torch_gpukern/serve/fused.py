@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decoder layers with few launches.
+
+A layer of transformers launches some 25 kernels beside a step's products: an add, a norm, three
+projections, ten for the rotation, a write, and so on. In a decoding step each takes about as long as
+a launch. A layer in Llama's form runs as these instead:
+
+    1 norm, with the residual added          (and quantised, where the products take codes)
+    2 q, k, v as one product
+    3 QK norm, rotation and the write into the cache
+    4 attention
+    5 o
+    6 as 1
+    7 gate and up as one product
+    8 activation and product                 (and quantised)
+    9 down
+
+The names of a layer's modules do not say what it computes. So three tokens run through the network,
+and a layer is replaced only if its queries, keys, values and result agree with the layer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import QuantizedLinear, RMSNorm
+from ..nn.joined import Joined, joined
+from ..nn.layers import has_hooks
+from ..nn.rows import normalised_rms
+from ..nn.similar import SimilarMLP, SimilarRMSNorm
+from ..ops import geglu, quantize, rms_norm_quantize, silu_mul_quantize, swiglu
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+TOKENS = 3  # of the trial
+# How far results may be off, as a share of their standard deviation: the largest difference of
+# logits, and the root mean square of a layer's. What computes something else is off by more than
+# one, or by 0.17 where one of 32 heads does. Rounding of activations to few bits makes large steps
+# of small differences.
+EXACT, ROUNDED = 1e-2, 0.25
+LAYER_ROUNDED = 0.1
+
+
+def most_off(net: nn.Module) -> float:
+    exact = all(p.dtype == torch.float32 for p in net.parameters()) and not any(
+        isinstance(m, QuantizedLinear) for m in net.modules()
+    )
+    return EXACT if exact else ROUNDED
+
+
+class Norm(NamedTuple):
+    weight: Tensor | None
+    eps: float
+    offset: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None, product: Joined | None) -> Any:
+        """(what the product takes, x + residual). For a product of codes these are (codes,
+        scale)."""
+        codes = None if product is None else product.codes
+        if codes is not None and not self.offset and x.shape[0]:
+            *made, h = rms_norm_quantize(x, self.weight, residual, self.eps, *codes)
+            return tuple(made), h
+        made = normalised_rms(x, self.weight, self.eps, self.offset, residual)
+        out, h = made if residual is not None else (made, x)
+        return out if codes is None else quantize(out, *codes), h
+
+
+def norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
+    """The norm that a module computes, None where it does more."""
+    if "forward" in vars(module) or has_hooks(module):
+        return None
+    if type(module) is SimilarRMSNorm:
+        name, offset, *_ = module._gpukern_rule
+        norm = Norm(module.weight, getattr(module, name), offset)
+    elif type(module) is RMSNorm and len(module.normalized_shape) == 1:
+        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+        norm = Norm(module.weight, eps, module.weight_offset)
+    else:
+        return None
+    if norm.weight is not None and norm.weight.dtype is not dtype:
+        return None
+    return norm
+
+
+def times(product: Joined, x: Any, dtype: torch.dtype) -> Tensor:
+    """The product of what a Norm made."""
+    return product.of_codes(*x, dtype) if isinstance(x, tuple) else product(x)
+
+
+class Between:
+    """What layers of a run share: the angles, and the norm that the layer before has computed."""
+
+    def __init__(self, served_by: Any) -> None:
+        self.served_by = served_by
+        self.hidden: Tensor | None = None  # the result of the layer before
+        self.rows: Tensor | None = None  # the same, [T, H]
+        self.normed: Any = None  # what follows it, normed
+        self.known: dict[int, tuple] = {}
+        self.positions: Tensor | None = None
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """cos and sin [T, R / 2] in float32, and the rows of them that tokens take."""
+        found = self.known.get(id(cos))
+        if found is None:
+            half = cos.shape[-1] // 2
+            rows = tuple(x.flatten(0, -2)[:, :half].float().contiguous() for x in (cos, sin))
+            found = self.known[id(cos)] = (*rows, cos)  # cos is kept, so that its id is its own
+        if self.positions is None:
+            self.positions = torch.arange(found[0].shape[0], device=cos.device)
+        return found[0], found[1], self.positions
+
+
+class FusedLayer:
+    """A decoder layer as this page's head says. `rules` are what attention was called with."""
+
+    def __init__(self, layer: Any, index: int, products: tuple[Joined, ...], rules: dict) -> None:
+        attention, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
+        self.qkv, self.o, self.gate_up, self.down = products
+        self.first, self.second = (
+            norm_of(n, dtype) for n in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+        self.index, self.rules, self.head_dim = index, rules, attention.head_dim
+        self.activation = layer.mlp._gpukern_rule[0]
+        self.heads: dict[str, Any] = {}
+        for name in ("q", "k"):
+            module = attention._modules.get(f"{name}_norm")
+            if module is None:
+                continue
+            norm = norm_of(module, dtype)
+            if norm is None or norm.offset:
+                raise ValueError(f"{name}_norm is no plain RMS norm")
+            self.heads |= {f"{name}_weight": norm.weight, "eps": norm.eps}
+        if self.first is None or self.second is None:
+            raise ValueError("a norm is no plain RMS norm")
+        self.next: tuple[Norm, Joined | None] | None = None  # what follows the layer
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> Tensor:
+        dtype, served_by = hidden.dtype, between.served_by
+        if hidden is between.hidden:
+            x, rows = between.normed, between.rows
+        else:
+            rows = hidden.flatten(0, -2)
+            x, rows = self.first(rows, None, self.qkv)
+        out = times(self.qkv, x, dtype)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in out.split(self.qkv.sizes, -1)
+        )
+        step, cache = served_by.step, served_by.cache
+        angles = between.angles(cos, sin)
+        q = cache.rope_write(q, k, v, *angles, step.slots, self.index, **self.heads)
+        if served_by.heard is not None:
+            served_by.heard(self.index, q, self.rules)
+        out = step.attend(cache, self.index, q, **self.rules).flatten(-2)
+        out = self.o(out)
+        x, rows = self.second(out, rows, self.gate_up)
+        out = self.down_of(times(self.gate_up, x, dtype))
+        if self.next is None:
+            return (out + rows).view(hidden.shape)
+        norm, product = self.next
+        between.normed, between.rows = norm(out, rows, product)
+        between.hidden = between.rows.view(hidden.shape)
+        return between.hidden
+
+    def down_of(self, gate_up: Tensor) -> Tensor:
+        codes, dtype = self.down.codes, gate_up.dtype
+        if self.activation == "silu" and codes is not None:
+            gate, up = gate_up.split(self.gate_up.sizes, -1)
+            return self.down.of_codes(*silu_mul_quantize(gate, up, *codes), dtype)
+        if self.activation == "silu":
+            return self.down(swiglu(gate_up))
+        return self.down(geglu(gate_up, approximate=self.activation))
+
+
+class Fused:
+    """The layers of a network that run fused, for one TransformersModel."""
+
+    def __init__(self) -> None:
+        self.layers: dict[Any, FusedLayer] = {}
+        self.norm: Any = None  # the norm behind the last layer, where that layer computes it
+
+    @contextmanager
+    def active(self, served_by: Any) -> Iterator[None]:
+        """The network runs fused inside. Outside, its modules are as they were."""
+        between = Between(served_by)
+        replaced = []
+        try:
+            for layer, fused in self.layers.items():
+                layer.forward = _layer_forward(fused, between)
+                replaced.append(layer)
+            if self.norm is not None:
+                self.norm.forward = _norm_forward(self.norm, between)
+                replaced.append(self.norm)
+            yield
+        finally:
+            for module in replaced:
+                del module.forward
+
+
+def _layer_forward(fused: FusedLayer, between: Between) -> Any:
+    def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any, **__: Any) -> Tensor:
+        return fused(hidden_states, *position_embeddings, between)
+
+    return forward
+
+
+def _norm_forward(norm: Any, between: Between) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        if x is between.hidden:
+            return between.normed.view(x.shape)
+        return type(norm).forward(norm, x)
+
+    return forward
+
+
+# ---- which layers -------------------------------------------------------------------------------
+
+
+class Seen:
+    """What one layer did in a run: its input, angles and result, what attention was given."""
+
+    hidden: Tensor
+    angles: tuple[Tensor, Tensor]
+    result: Tensor
+    query: Tensor
+    rules: dict[str, Any]
+
+
+def fuse(served_by: Any) -> Fused:
+    """Finds the layers of the model that run as this page's head says, and joins their weights."""
+    found, net = Fused(), served_by.model
+    layers = [m for m in net.modules() if m._modules.keys() == LAYER and _candidate(m)]
+    if not layers:
+        return found
+    cache = served_by.cache
+    if cache.num_blocks * cache.block_size < TOKENS:
+        return found
+    handle = cache.allocate()
+    try:
+        served_by.begin([handle], [TOKENS])
+        seen = _watched(served_by, layers)
+        most = min(most_off(net), LAYER_ROUNDED)
+        for layer in layers:
+            if layer in seen and (fused := _fused(layer, seen[layer], served_by, most)) is not None:
+                found.layers[layer] = fused
+    finally:
+        cache.free(handle)
+    _chain(found, net, layers)
+    return found
+
+
+def _candidate(layer: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    names = set(attention._modules)
+    if not {*PROJECTIONS, "o_proj"} <= names <= {*PROJECTIONS, "o_proj", "q_norm", "k_norm"}:
+        return False
+    plain = not any("forward" in vars(m) or has_hooks(m) for m in (layer, attention, mlp))
+    return plain and type(mlp) is SimilarMLP and hasattr(attention, "layer_idx")
+
+
+def _watched(served_by: Any, layers: list[Any]) -> dict[Any, Seen]:
+    """Runs three tokens and returns what each layer did."""
+    seen: dict[Any, Seen] = {}
+    by_index = {layer.self_attn.layer_idx: layer for layer in layers}
+
+    def watch(layer: Any) -> Any:
+        def forward(hidden_states: Tensor, *args: Any, **named: Any) -> Any:
+            one = seen[layer] = Seen()
+            out = type(layer).forward(layer, hidden_states, *args, **named)
+            angles = named.get("position_embeddings")
+            if isinstance(out, Tensor) and isinstance(angles, tuple) and len(angles) == 2:
+                one.hidden, one.angles, one.result = hidden_states, angles, out
+            return out
+
+        return forward
+
+    def attended(index: int, query: Tensor, rules: dict[str, Any]) -> None:
+        if index in by_index and by_index[index] in seen:
+            seen[by_index[index]].query = query.clone()
+            seen[by_index[index]].rules = rules
+
+    served_by.heard = attended
+    for layer in layers:
+        layer.forward = watch(layer)
+    try:
+        ids = [(17 * i + 3) % min(served_by.vocab, 250) for i in range(TOKENS)]
+        served_by.forward(ids, list(range(TOKENS)), [TOKENS - 1], [0], [[]])
+    finally:
+        served_by.heard = None
+        for layer in layers:
+            del layer.forward
+    return {
+        layer: one
+        for layer, one in seen.items()
+        if hasattr(one, "result") and hasattr(one, "query")
+    }
+
+
+def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | None:
+    """The layer fused, where it does what the layer did."""
+    attention, mlp = layer.self_attn, layer.mlp
+    weight = layer.input_layernorm._parameters.get("weight")
+    if weight is None or seen.hidden.dtype is not weight.dtype or seen.hidden.shape[0] != 1:
+        return None
+    products = (
+        joined([attention._modules[name] for name in PROJECTIONS]),
+        joined([attention.o_proj]),
+        joined([mlp.gate_proj, mlp.up_proj]),
+        joined([mlp.down_proj]),
+    )
+    if any(product is None for product in products):
+        return None
+    cache, slots, index = served_by.cache, served_by.step.slots.long(), attention.layer_idx
+    pages = [x[index].flatten(0, 1) for x in (cache.k, cache.v)]
+    want = [seen.query, seen.result, *(x[slots].float() for x in pages)]
+    got: dict[str, Tensor] = {}
+
+    def attended(_: int, query: Tensor, rules: dict[str, Any]) -> None:
+        got["query"] = query
+
+    between, served_by.heard = Between(served_by), attended
+    try:
+        with torch.inference_mode():
+            fused = FusedLayer(layer, index, products, seen.rules)  # type: ignore[arg-type]
+            result = fused(seen.hidden, *seen.angles, between)
+            made = [got["query"], result, *(x[slots].float() for x in pages)]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        return None
+    finally:
+        served_by.heard = None
+    for x, y in zip(want, made, strict=True):
+        if x.shape != y.shape:
+            return None
+        off = (x.float() - y.float()).square().mean().sqrt() / x.float().std()
+        if not off.item() <= most:
+            return None
+    return fused
+
+
+def _chain(found: Fused, net: Any, layers: list[Any]) -> None:
+    """Tells each fused layer the norm and the product behind it: those of the next layer, or the
+    network's last norm."""
+    for module in net.modules():
+        inner = module._modules.get("layers")
+        if not isinstance(inner, nn.ModuleList) or not any(m in found.layers for m in inner):
+            continue
+        order = list(inner)
+        for layer, after in zip(order, order[1:], strict=False):
+            if layer in found.layers and after in found.layers:
+                fused = found.layers[after]
+                assert fused.first is not None
+                found.layers[layer].next = fused.first, fused.qkv
+        last, norm = order[-1], module._modules.get("norm")
+        if last in found.layers and norm is not None:
+            rule = norm_of(norm, last.input_layernorm.weight.dtype)
+            if rule is not None:
+                found.layers[last].next, found.norm = (rule, None), norm
