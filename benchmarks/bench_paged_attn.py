@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """paged_attn decoding one token per sequence, beside gathering the pages and calling SDPA.
 
-python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]
+python benchmarks/bench_paged_attn.py [--quick] [--only decode|latent|call] [--device cpu|cuda]
 
 Rates are GB/s of keys and values read. The bar is a share of the rate of a loop that only reads
 those pages. On CUDA the peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3
-and FlashInfer if they are installed. 8-bit pages and four query tokens are compared with the op
-itself.
+and FlashInfer if they are installed, for latent attention FlashMLA. 8-bit pages and four query tokens are compared
+with the op itself.
 """
 
 from __future__ import annotations
@@ -229,6 +229,64 @@ def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> C
     return case
 
 
+def gather_and_multiply(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+    """Latent attention in PyTorch: SDPA has no fast kernel for head_dim 576. All lengths are
+    equal."""
+    rows = cache[table.long()].view(table.shape[0], -1, cache.shape[-1])
+    weights = torch.softmax(q @ rows.transpose(1, 2) * q.shape[-1] ** -0.5, -1, torch.float32)
+    return weights.to(q.dtype) @ rows[..., :512]
+
+
+def flash_mla() -> Callable:
+    """FlashMLA. Its first call with some lengths makes a plan, which is kept here."""
+    plans = {}
+
+    def run(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+        if lens.data_ptr() not in plans:
+            plans[lens.data_ptr()] = get_mla_metadata(lens, q.shape[1], 1)
+        plan = plans[lens.data_ptr()]
+        return flash_mla_with_kvcache(q[:, None], cache, table, lens, 512, *plan)[0][:, 0]
+
+    return run
+
+
+def latent_case(batch: int, context: int, heads: int, run: Run) -> Case:
+    """Latent attention (MLA): a cache [num_blocks, 64, 1, 576] whose first 512 columns are the
+    values."""
+    device, page, width = run.device.device, 64, 576
+
+    def make():
+        blocks = -(-context // page)
+        q = torch.randn(batch, heads, width, device=device).bfloat16()
+        cache = torch.empty(batch * blocks, page, 1, width, device=device, dtype=q.dtype)
+        table = torch.randperm(batch * blocks, device=device).view(batch, blocks).int()
+        return q, cache.normal_(), table, torch.full((batch,), context, device=device).int()
+
+    def ours(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return torch_gpukern.paged_attn(q, cache, cache[..., :512], table, lens)
+
+    def first(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return exact(q, cache, cache[..., :512], table, lens)
+
+    peers = {"FlashMLA": flash_mla()} if find_spec("flash_mla") else {}
+    return Case(
+        group=f"latent, {heads} heads",
+        label=f"B{batch} context {context}",
+        dtype="bf16",
+        make=make,
+        ours=ours,
+        peers=peers | {"gather + matmul": gather_and_multiply},
+        reference=first,
+        compare=lambda out: out[:1],
+        flops=2.0 * batch * context * heads * (width + 512),
+        bytes=2.0 * batch * (context * width + heads * (width + 512)),
+        rotate=True,
+        optional=list(peers),
+    )
+
+
 def write_case(tokens: int, device) -> Case:
     """kv_cache_write beside a copy of as many bytes."""
     heads, head_dim, page = shapes.PAGED_HEADS_KV, shapes.PAGED_HEAD_DIM, 16
@@ -284,6 +342,9 @@ def cuda(run: Run) -> None:
     for name in ("e4m3", "4 tokens"):
         for batch, context in shapes.CUDA_PAGED_BATCH_CONTEXT:
             run.add(beside_itself(name, batch, context, 16, run))
+    for heads in shapes.CUDA_LATENT_HEADS:
+        for batch, context in shapes.CUDA_LATENT_BATCH_CONTEXT:
+            run.add(latent_case(batch, context, heads, run))
     run.add(write_case(shapes.CUDA_WRITE_TOKENS, device))
     if run.wants("call host time"):
         q, caches = torch.randn(1, 1, 8, device=device), torch.randn(1, 8, 1, 8, device=device)

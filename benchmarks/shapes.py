@@ -116,6 +116,9 @@ CUDA_ATTN_BARS = {
 CUDA_PAGED_BATCH_CONTEXT = ((1, 6144), (1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
 CUDA_PAGED_RAGGED = (65536, 31, 4096)  # one long sequence and 31 others
 CUDA_PAGED_BARS = {(1, 8192): Bar(rate=1400.0, firm=True), (64, 4096): Bar(rate=3400.0, firm=True)}
+# latent attention (DeepSeek V2 and V3): (batch, context), and the heads of a rank
+CUDA_LATENT_BATCH_CONTEXT = ((1, 4096), (1, 65536), (16, 16384), (64, 4096), (128, 4096))
+CUDA_LATENT_HEADS = (16, 64, 128)
 CUDA_WRITE_TOKENS = 65536
 CUDA_WRITE_BAR = Bar(share=0.8)  # of copying as many bytes
 CUDA_CALL = Bar(at_most=12.0)  # us of host time, small eager call without grad

@@ -37,6 +37,7 @@
  * cover all of them. GK_CHECK_ONLY and GK_CHECK_PART print the instances they run. */
 #include "check.h"
 #include "core/dispatch.h"
+#include "core/paged.h"
 #include "formats/weight_tile.h"
 
 #include <cuda_runtime_api.h>
@@ -845,6 +846,7 @@ static check_tensor make_cache(gk_dtype dtype, int64_t num_blocks, int64_t block
 
 static void paged_draw(gk_dtype dtype, bool large) {
     static const int64_t pages[] = {1, 3, 16, 16, 64, 64}, tiled[] = {8, 16, 16, 24, 64, 128, 256};
+    static const int64_t latent_heads[][2] = {{5, 1}, {16, 1}, {40, 1}, {128, 1}};
     const int64_t *h = PICK(heads);
     gk_dtype stats = gk_stats_dtype(dtype), stored = draw_stored(dtype);
     int64_t dim = draw_dim(), dim_v = check_below(4) ? dim : draw_dim(),
@@ -857,10 +859,21 @@ static void paged_draw(gk_dtype dtype, bool large) {
         dim = dim_v = 64 << check_below(3);
         most_q = check_below(3) ? 200 : 20;
     }
+    /* v_cache is a view of k_cache, in the width and pages that Hopper has a kernel for */
+    const bool latent = !prefill && check_below(4) == 0;
+    if (latent) {
+        h = PICK(latent_heads);
+        dim = GK_CACHE_HEAD_DIM;
+        dim_v = 512;
+        stored = dtype;
+        most_q = check_below(3) ? 1 : 6;
+    } else if (!prefill && check_below(6) == 0) {
+        dim = 8 * (33 + check_below(GK_CACHE_HEAD_DIM / 8 - 32));
+    }
     do {
         int64_t length = large ? 5000 : check_below(4) ? 200 : 1300;
         p.batch = 1 + check_below(MAX_BATCH);
-        p.block_size = prefill ? PICK(tiled) : PICK(pages);
+        p.block_size = prefill ? PICK(tiled) : latent ? 16 << check_below(4) : PICK(pages);
         p.longest = 0;
         for (int64_t b = 0; b < p.batch; ++b) {
             p.seq_q[b] = ragged ? check_below(most_q + 1)
@@ -889,7 +902,12 @@ static void paged_draw(gk_dtype dtype, bool large) {
     int64_t q_shape[3] = {rows, h[0], dim}, out_shape[3] = {rows, h[0], dim_v};
     p.table = check_tensor_make(GK_I32, 2, table_shape, NULL, 1, check_below(3));
     p.k = make_cache(stored, num_blocks, p.block_size, h[1], dim, heads_first);
-    p.v = make_cache(stored, num_blocks, p.block_size, h[1], dim_v, heads_first);
+    if (latent) {
+        p.v = p.k;
+        p.v.t.shape[3] = dim_v;
+    } else {
+        p.v = make_cache(stored, num_blocks, p.block_size, h[1], dim_v, heads_first);
+    }
     p.q = check_tensor_make(dtype, 3, q_shape, NULL, 1, pad_for(dim));
     p.out = check_dense(dtype, 3, out_shape);
     p.lse = check_dense(stats, 2, out_shape);
@@ -908,7 +926,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
     }
     mirror(&p.q, "q", false);
     mirror(&p.k, "k_cache", false);
-    mirror(&p.v, "v_cache", false);
+    if (!latent) mirror(&p.v, "v_cache", false);
     mirror(&p.table, "block_table", false);
     mirror(&p.lens, "seq_lens", false);
     mirror(&p.cu, "cu_seqlens_q", false);
@@ -950,6 +968,13 @@ static void paged_draw(gk_dtype dtype, bool large) {
             r->kv_start = NULL;
         }
         if (!gk_is_code(stored)) p.args.k_scale = p.args.v_scale = NULL;
+    }
+    if (latent && check_below(3)) {
+        r->softcap = 0;
+        r->window_left = -1;
+        r->alibi_slopes = NULL;
+        r->kv_start = NULL;
+        p.args.k_scale = NULL;
     }
     may_have_workspace = true;
     say_rules(&p.args.rules, heads_first ? "heads first" : p.shared ? "shared pages" : "");

@@ -1,0 +1,206 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* latent_plan.cuh: how paged_latent_sm90a divides its work.
+ *
+ * A row is one query token and one head. A worker is `side` neighbouring blocks, each with 64
+ * rows of the same sequence. They read the same keys at nearly the same time, so that all but the
+ * first read them from L2. The 64 x side rows of a worker are a group; a group with all the keys
+ * that it sees is a tile. Keys are read in chunks of 64.
+ *
+ * All tiles form one list, in which a tile weighs its chunks plus tile_cost. Each worker takes a
+ * share of the list:
+ *
+ *   whole tiles  if that takes at most `slack` chunks longer than equal shares. Then no tile is
+ *                split, and nothing is merged.
+ *   equal parts  otherwise. A boundary within `snap` chunks of a tile's end moves there, because a
+ *                split of a few chunks costs more than it balances.
+ *
+ * A worker that holds a whole tile writes out. Otherwise it writes a split (sums, maximum) to the
+ * workspace and a record, and the merge (paged_latent_sm90a.cu) adds the splits up in order. A
+ * worker has at most two splits: of the tile that it shares with the workers before it, and of the
+ * tile that it shares with those after it. The lengths alone decide, and each worker finds its
+ * share by itself, so the launch does not depend on them. */
+#ifndef GPUKERN_CUDA_LATENT_PLAN_CUH
+#define GPUKERN_CUDA_LATENT_PLAN_CUH
+
+#include "../../host/tensormap.cuh"
+#include "../../layout/wgmma.cuh"
+#include "latent_tiles.h"
+#include "paged_combine.cuh"
+
+namespace {
+
+constexpr int LATENT_ROWS = 64, LATENT_KEYS = 64; /* of a block; of a chunk */
+constexpr int LATENT_DIM = 576, LATENT_DIM_V = 512;
+
+/* What a worker leaves to be merged. */
+struct LatentRecord {
+    /* rows of out [first_row, first_row + rows): those of the tile that this worker begins and does
+     * not end; rows 0: there is none */
+    int first_row, rows;
+    bool ends; /* it has the last split of a tile that a worker before it began */
+};
+
+struct LatentParams {
+    Paged p;
+    CUtensorMap q, cache;
+    /* rows of a box of q, and whether q's tokens and heads are one dimension of its map */
+    int q_box;
+    bool q_flat;
+    int page_box, box_bits; /* keys of a box of the cache: 16, 32 or 64; its logarithm */
+    int workers, side;
+    int token_blocks;      /* of the merge: they look for tokens of no sequence */
+    LatentRecord *records; /* workspace, [workers] */
+    float2 *stats;         /* [workers][2][side][64]: (max in log2, sum) of a split */
+    float *sums;           /* [workers][2][side][64][512]: O of a split, not divided by the sum */
+};
+
+/* ---- 1. the work of one sequence ------------------------------------------------------------- */
+struct LatentWork {
+    int rows, groups, end, chunks; /* end: the last key that a row sees, and one */
+    __device__ __forceinline__ int weight() const { return chunks + latent_tiles::tile_cost; }
+};
+
+__device__ __forceinline__ LatentWork latent_work(const LatentParams &a, const PagedSequence &s) {
+    LatentWork w;
+    w.rows = s.rows * a.p.heads_q;
+    w.groups = (w.rows + LATENT_ROWS * a.side - 1) / (LATENT_ROWS * a.side);
+    w.end = s.rows > 0 ? max(s.hi(s.rows - 1), 0) : 0;
+    w.chunks = (w.end + LATENT_KEYS - 1) / LATENT_KEYS;
+    return w;
+}
+
+/* ---- 2. a worker's share --------------------------------------------------------------------- */
+/* The range [lo, hi) of the list, counted in chunks, or in tiles if the share is whole tiles. Tile
+ * (b, group) begins at `at` <= lo. */
+struct LatentShare {
+    int b, group, at, lo, hi;
+    bool whole;
+};
+
+/* Moves boundary x of a tile of this weight, which begins at chunk `at`, to an end of the tile
+ * that is near. */
+__device__ __forceinline__ int latent_snap(int x, int at, int weight) {
+    const int before = x - at - latent_tiles::tile_cost, after = at + weight - x;
+    if (before <= latent_tiles::snap) return at;
+    return after <= latent_tiles::snap ? at + weight : x;
+}
+
+/* How the list is divided. */
+struct LatentDivision {
+    int total, workers; /* chunks; workers that get any */
+    bool whole;
+};
+
+__device__ __forceinline__ LatentDivision latent_divide(int weight, int tiles, int most, int least,
+                                                        int workers) {
+    typedef latent_tiles tuned;
+    const int each = weight / workers + tuned::slack;
+    const int together = tiles ? (tiles + workers - 1) / workers : 1; /* tiles of a worker */
+    if (together * most <= each) return {tiles, (tiles + together - 1) / together, true};
+    /* tiles of nearly equal length: the same number of workers for each, so that none has
+     * splits of two tiles */
+    const int aligned = tiles < workers ? workers / tiles * tiles : workers;
+    if (most - least <= tuned::slack && weight / aligned <= each) workers = aligned;
+    return {weight, max(1, min(workers, weight / tuned::least)), false};
+}
+
+/* Finds the share of a worker. One warp. */
+__device__ __forceinline__ void latent_plan(const LatentParams &a, int worker, LatentShare *out) {
+    const Paged &p = a.p;
+    const int lane = threadIdx.x % 32;
+
+    /* 2.1 the list's weight, and the longest and the shortest tile */
+    int weight = 0, tiles = 0, most = 0, least = INT32_MAX;
+    for (int b = lane; b < p.batch; b += 32) {
+        const LatentWork w = latent_work(a, paged_sequence(p, b));
+        if (w.groups == 0) continue;
+        weight += w.groups * w.weight();
+        tiles += w.groups;
+        most = max(most, w.weight());
+        least = min(least, w.weight());
+    }
+    weight = __reduce_add_sync(0xffffffffu, weight);
+    tiles = __reduce_add_sync(0xffffffffu, tiles);
+    most = __reduce_max_sync(0xffffffffu, most);
+    least = __reduce_min_sync(0xffffffffu, least);
+    const LatentDivision division = latent_divide(weight, tiles, most, least, a.workers);
+    const int64_t total = division.total;
+    const bool any = worker < division.workers && tiles > 0;
+    const int lo = any ? (int)(total * worker / division.workers) : (int)total;
+    const int hi = any ? (int)(total * (worker + 1) / division.workers) : (int)total;
+    if (lane == 0) *out = {p.batch, 0, (int)total, (int)total, (int)total, division.whole};
+    __syncwarp(); /* what the share is where nothing is found */
+    if (!any) return;
+
+    /* 2.2 the tiles that hold its boundaries */
+    int before = 0;
+    for (int b0 = 0; b0 < p.batch && before <= hi; b0 += 32) {
+        const int b = b0 + lane;
+        LatentWork w = {};
+        if (b < p.batch) w = latent_work(a, paged_sequence(p, b));
+        const int of_tile = division.whole ? 1 : w.weight(), its = w.groups * of_tile;
+        int upto = its;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(0xffffffffu, upto, step);
+            if (lane >= step) upto += left;
+        }
+        const int first = before + upto - its; /* the sequence's first chunk */
+        if (lo >= first && lo < first + its) {
+            const int group = (lo - first) / of_tile, at = first + group * of_tile;
+            out->b = b;
+            out->group = group;
+            out->at = at;
+            out->lo = division.whole ? lo : latent_snap(lo, at, of_tile);
+        }
+        if (hi >= first && hi < first + its) {
+            const int at = first + (hi - first) / of_tile * of_tile;
+            out->hi = division.whole ? hi : latent_snap(hi, at, of_tile);
+        }
+        before += __shfl_sync(0xffffffffu, upto, 31);
+    }
+    __syncwarp(); /* the share is found */
+}
+
+/* ---- 3. the tiles of a share ----------------------------------------------------------------- */
+struct LatentTile {
+    PagedSequence s;
+    LatentWork w;
+    int b, group;
+    int t0, t1; /* the worker's chunks */
+    __device__ __forceinline__ bool whole() const { return t0 == 0 && t1 == w.chunks; }
+};
+
+/* Calls f(tile) for each tile of the share. Loads decide how often the loops of f run. The shuffles
+ * tell the compiler that all lanes agree; without them it serialises wgmma (C7520). */
+template <class F>
+__device__ __forceinline__ void each_latent_tile(const LatentParams &a, const LatentShare &share,
+                                                 F f) {
+    constexpr int cost = latent_tiles::tile_cost;
+    int b = __shfl_sync(0xffffffffu, share.b, 0), group = __shfl_sync(0xffffffffu, share.group, 0);
+    int at = __shfl_sync(0xffffffffu, share.at, 0);
+    const int lo = __shfl_sync(0xffffffffu, share.lo, 0),
+              hi = __shfl_sync(0xffffffffu, share.hi, 0);
+    const bool whole = share.whole;
+#pragma unroll 1
+    for (; at < hi && b < a.p.batch; ++b, group = 0) {
+        LatentTile x;
+        x.b = b;
+        x.s = paged_sequence(a.p, b);
+        x.w = latent_work(a, x.s);
+        const int groups = __shfl_sync(0xffffffffu, x.w.groups, 0);
+        x.w.chunks = __shfl_sync(0xffffffffu, x.w.chunks, 0);
+#pragma unroll 1
+        for (; group < groups && at < hi; ++group) {
+            x.group = group;
+            x.t0 = whole ? 0 : max(0, lo - at - cost);
+            x.t1 = whole ? x.w.chunks : min(x.w.chunks, hi - at - cost);
+            if (x.t1 > x.t0 || (x.w.chunks == 0 && at >= lo)) f(x);
+            at += whole ? 1 : x.w.weight();
+        }
+    }
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,403 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* paged_latent_sm90a: latent attention (MLA, DeepSeek-V2 2024, arXiv:2405.04434) over a paged cache
+ * on Hopper, with the projections absorbed into q and out: one kv head, whose values are the first
+ * 512 columns of its keys.
+ *
+ *  out[t] = sum_j softmax_j(scale q[t] k[j], sink) k[j][:512] v_scale,  j < hi(t)
+ *
+ * q [T, Hq, 576]; k_cache [num_blocks, block_size, 1, 576], v_cache a view of its first 512
+ * columns; block_table [B, max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, 512],
+ * lse [T, Hq]. FlashMLA (DeepSeek 2025) has the same exchange of P between two warpgroups.
+ *
+ * Work split (latent_plan.cuh): a block takes 64 rows (tokens x heads) of a sequence and a range of
+ * its keys. With more than 64 rows, two neighbouring blocks take the same keys: 2 to 3 % faster
+ * than a cluster of two with multicast. Two warpgroups multiply, one warp loads (latent_loop.cuh).
+ * The tiles that were split are merged by a second kernel, which starts while the first one drains.
+ *
+ * Not handled, left to paged_attn_plain: other widths, two tensors instead of one, 8-bit caches,
+ * pages that are not a multiple of 16 keys, left windows, kv_start, softcap, ALiBi, k_scale, scales
+ * that are not above 0. */
+#include "../../../core/paged.h"
+#include "../../ptx/cluster.cuh"
+#include "../../ptx/griddepcontrol.cuh"
+#include "latent_loop.cuh"
+
+namespace {
+
+/* ---- 1. results ------------------------------------------------------------------------------ */
+/* Writes out and lse of a tile's rows if it has no keys. */
+template <class T>
+__device__ __forceinline__ void write_no_keys(const LatentParams &a, const LatentTile &x,
+                                              const LatentRows &rows) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    for (int r = warp; r < min(LATENT_ROWS, rows.left); r += 4) {
+        const int64_t at = (int64_t)x.s.q0 * a.p.heads_q + rows.in_sequence + r;
+        uint4 *const out = (uint4 *)((T *)a.p.out + at * LATENT_DIM_V);
+        for (int i = lane; i < LATENT_DIM_V / 8; i += 32) out[i] = make_uint4(0, 0, 0, 0);
+        const int head = (rows.in_sequence + r) % a.p.heads_q;
+        if (lane == 0 && a.p.lse) ((float *)a.p.lse)[at] = finish(a.p, head, -INFINITY, 0).lse;
+    }
+}
+
+/* Writes columns 256 W .. of a tile's rows: out and lse if the worker has all of the tile, else
+ * its split. sum: of a thread's two rows. */
+template <class T, int W>
+__device__ __forceinline__ void
+write_rows(const LatentParams &a, const LatentTile &x, const LatentRows &rows, int worker, int rank,
+           const float (&o)[128], const float (&m)[2], const float (&sum)[2]) {
+    const int pair = threadIdx.x % 4; /* its columns are 8 n + 2 pair */
+    const int split = ((worker * 2 + (x.t0 == 0)) * a.side + rank) * LATENT_ROWS;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (rows.at[r] >= rows.left) continue;
+        if (x.whole()) {
+            const int in_sequence = rows.in_sequence + rows.at[r];
+            const int64_t at = (int64_t)x.s.q0 * a.p.heads_q + in_sequence;
+            const RowResult f = finish(a.p, in_sequence % a.p.heads_q, m[r] * LN_2, sum[r]);
+            uint32_t *const out = (uint32_t *)((T *)a.p.out + at * LATENT_DIM_V + W * 256) + pair;
+#pragma unroll
+            for (int n = 0; n < 32; ++n)
+                out[4 * n] = pack2<T>(o[4 * n + 2 * r] * f.factor, o[4 * n + 2 * r + 1] * f.factor);
+            if (W == 0 && pair == 0 && a.p.lse) ((float *)a.p.lse)[at] = f.lse;
+        } else {
+            const int64_t at = split + rows.at[r];
+            float2 *const sums = (float2 *)(a.sums + at * LATENT_DIM_V + W * 256) + pair;
+#pragma unroll
+            for (int n = 0; n < 32; ++n)
+                sums[4 * n] = make_float2(o[4 * n + 2 * r], o[4 * n + 2 * r + 1]);
+            if (W == 0 && pair == 0) a.stats[at] = make_float2(m[r], sum[r]);
+        }
+    }
+}
+
+/* ---- 2. the kernel --------------------------------------------------------------------------- */
+template <class T, int W>
+__device__ __forceinline__ void latent_consume(const LatentParams &a, const LatentShare &share,
+                                               smem_addr smem_s, int worker, int rank) {
+    typedef LatentSmem S;
+    const float scale = (float)a.p.rules.scale * LOG2_E;
+    LatentParity parity = {};
+    LatentRecord record = {};
+    unsigned turn = 0;
+    float o[128];
+    each_latent_tile(a, share, [&](const LatentTile &x) {
+        LatentRows rows;
+        rows.begin(a, x, rank);
+        if (x.w.chunks == 0) {
+            if (W == 0) write_no_keys<T>(a, x, rows);
+            return;
+        }
+        if (x.t0 == 0 && x.t1 < x.w.chunks) { /* rank 0 writes the record */
+            record.first_row = x.s.q0 * a.p.heads_q + rows.in_sequence;
+            record.rows = min(rows.left, LATENT_ROWS * a.side);
+        }
+        if (x.t0 > 0 && x.t1 == x.w.chunks) record.ends = true;
+        float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
+        attend_chunks<T, W>(a, x, rows, smem_s, scale, parity, o, m, l);
+
+        /* the sums of both warpgroups' chunks; two places in turn, so that one barrier suffices */
+        const smem_addr sums_s = smem_s + S::SUMS + 512 * turn;
+        turn ^= 1;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            l[r] = quad_sum(l[r]);
+            if (threadIdx.x % 4 == 0) st_shared_f32(sums_s + 256 * W + rows.at[r] * 4, l[r]);
+        }
+        bar_sync(BAR_BOTH, 256);
+        float sum[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            sum[r] = l[r] + ld_shared_f32(sums_s + 256 * (1 - W) + rows.at[r] * 4);
+        write_rows<T, W>(a, x, rows, worker, rank, o, m, sum);
+    });
+    if (W == 0 && rank == 0 && threadIdx.x == 0) a.records[worker] = record;
+}
+
+constexpr int LATENT_THREADS = 384;
+
+template <class T>
+__global__ void __launch_bounds__(LATENT_THREADS, 1)
+    paged_latent_sm90a_kernel(const __grid_constant__ LatentParams a) {
+    typedef LatentSmem S;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const smem_addr smem_s = cvta_to_shared(smem);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    const int rank = blockIdx.x % a.side, worker = blockIdx.x / a.side;
+    if (threadIdx.x == 0) {
+        for (int w = 0; w < 2; ++w) {
+            for (int panel = 0; panel < LatentPanels::panels; ++panel)
+                mbarrier_init(smem_s + S::FULL + S::FULL_OF_CHUNK * w + 8 * panel, 1);
+            for (int part = 0; part < 3; ++part)
+                mbarrier_init(smem_s + S::EMPTY + 24 * w + 8 * part, 4);
+            mbarrier_init(smem_s + S::READY + 8 * w, 128);
+        }
+        mbarrier_init(smem_s + S::Q_FULL, 1);
+        mbarrier_init(smem_s + S::Q_EMPTY, 8);
+        fence_mbarrier_init();
+        prefetch_tensormap(&a.q);
+        prefetch_tensormap(&a.cache);
+    }
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    LatentShare &share = *(LatentShare *)(smem + S::SHARE);
+    if (threadIdx.x / 32 == 1) latent_plan(a, worker, &share);
+    __syncthreads(); /* the barriers are initialised, the share is found */
+    if (warpgroup == 2) {
+        setmaxnreg_dec<latent_tiles::producer_registers>();
+        if (threadIdx.x / 32 == 8) latent_produce(a, share, smem_s, rank);
+    } else if (warpgroup == 0) {
+        setmaxnreg_inc<latent_tiles::consumer_registers>();
+        latent_consume<T, 0>(a, share, smem_s, worker, rank);
+    } else {
+        setmaxnreg_inc<latent_tiles::consumer_registers>();
+        latent_consume<T, 1>(a, share, smem_s, worker, rank);
+    }
+}
+
+/* ---- 3. the merge ---------------------------------------------------------------------------- */
+/* A fixed number of blocks, whatever the batch. A task is four rows of a tile that was split, a
+ * row for each team of 128 threads; or one row if the tile has many splits, which the teams share.
+ */
+constexpr int MERGE_TEAM = LATENT_DIM_V / 4, MERGE_TEAMS = 4, MERGE_THREADS = 512;
+constexpr int MERGE_WORKERS = 160; /* at most: five for each lane */
+
+struct LatentMerge {
+    float4 sums[MERGE_TEAMS - 1][MERGE_TEAM];
+    float total[MERGE_TEAMS - 1];
+    LatentRecord records[MERGE_WORKERS];
+    unsigned enders[MERGE_WORKERS / 32]; /* a bit for each worker that ends a tile */
+    int last[MERGE_WORKERS];             /* the worker that ends the tile which this begins */
+    int first_task[MERGE_WORKERS + 1];
+};
+
+__device__ __forceinline__ int tasks_of(int rows, int splits) {
+    return splits > latent_tiles::many_splits ? rows : (rows + MERGE_TEAMS - 1) / MERGE_TEAMS;
+}
+
+/* Finds the tiles that were split and numbers their tasks. All threads. */
+__device__ __forceinline__ void find_tasks(const LatentParams &a, LatentMerge &m) {
+    const int i = threadIdx.x, lane = i % 32;
+    if (i < MERGE_WORKERS) {
+        LatentRecord record = {};
+        if (i < a.workers) record = a.records[i];
+        m.records[i] = record;
+        const unsigned ends = __ballot_sync(0xffffffffu, record.ends);
+        if (lane == 0) m.enders[i / 32] = ends;
+    }
+    __syncthreads(); /* the records are read */
+    if (i < MERGE_WORKERS) {
+        int last = i;
+        for (int word = i / 32; m.records[i].rows > 0 && word < MERGE_WORKERS / 32; ++word) {
+            unsigned ends = m.enders[word];
+            if (word == i / 32) ends &= lane == 31 ? 0u : ~0u << (lane + 1);
+            if (!ends) continue;
+            last = word * 32 + __ffs(ends) - 1;
+            break;
+        }
+        m.last[i] = last;
+        m.first_task[i + 1] = tasks_of(m.records[i].rows, last - i + 1);
+    }
+    if (i == 0) m.first_task[0] = 0;
+    __syncthreads(); /* each tile's tasks are counted */
+    constexpr int each = MERGE_WORKERS / 32;
+    if (i < 32) {
+        int count[each], sum = 0;
+        for (int n = 0; n < each; ++n) sum += count[n] = m.first_task[i * each + n + 1];
+        int upto = sum;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(0xffffffffu, upto, step);
+            if (lane >= step) upto += left;
+        }
+        upto -= sum;
+        for (int n = 0; n < each; ++n) m.first_task[i * each + n + 1] = upto += count[n];
+    }
+    __syncthreads(); /* the tasks are numbered */
+}
+
+template <class T>
+__global__ void __launch_bounds__(MERGE_THREADS) paged_latent_merge_kernel(const LatentParams a) {
+    __shared__ LatentMerge shared;
+    griddepcontrol_wait();
+    const Paged &p = a.p;
+    const int blocks = (int)gridDim.x - a.token_blocks;
+    if ((int)blockIdx.x >= blocks) {
+        clear_unowned_token<T>(p, ((int)blockIdx.x - blocks) * (MERGE_THREADS / 32) +
+                                      (int)threadIdx.x / 32);
+        return;
+    }
+    find_tasks(a, shared);
+    const int quad = threadIdx.x % MERGE_TEAM, team = threadIdx.x / MERGE_TEAM;
+    const int lane = threadIdx.x % 32;
+    int w = 0; /* the worker that begins the tile */
+    for (int task = blockIdx.x; task < shared.first_task[MERGE_WORKERS]; task += blocks) {
+        while (shared.first_task[w + 1] <= task) ++w;
+        const LatentRecord record = shared.records[w];
+        const int last = shared.last[w];
+        const bool many = last - w + 1 > latent_tiles::many_splits;
+        const int in_task = task - shared.first_task[w];
+        const int row = many ? in_task : in_task * MERGE_TEAMS + team;
+        const bool there = row < record.rows;
+        const auto at = [&](int split) {
+            const int half = split == w; /* a worker's second split begins a tile */
+            return ((int64_t)(split * 2 + half) * a.side + row / LATENT_ROWS) * LATENT_ROWS +
+                   row % LATENT_ROWS;
+        };
+        float4 sums = make_float4(0, 0, 0, 0);
+        float total = 0, peak = -INFINITY;
+        if (there) {
+            for (int split = w + lane; split <= last; split += 32)
+                peak = fmaxf(peak, a.stats[at(split)].x);
+            peak = warp_max(peak);
+            const float base = peak == -INFINITY ? 0.f : peak;
+#pragma unroll 8
+            for (int split = w + (many ? team : 0); split <= last;
+                 split += many ? MERGE_TEAMS : 1) {
+                const float2 stats = a.stats[at(split)];
+                const float factor = ex2_approx_ftz(stats.x - base);
+                total += factor * stats.y;
+                add_4(sums, ((const float4 *)(a.sums + at(split) * LATENT_DIM_V))[quad], factor);
+            }
+        }
+        if (many) {
+            if (team > 0) {
+                shared.sums[team - 1][quad] = sums;
+                if (quad == 0) shared.total[team - 1] = total;
+            }
+            __syncthreads(); /* the teams' sums are written */
+            if (team == 0)
+                for (int other = 0; other < MERGE_TEAMS - 1; ++other) {
+                    add_4(sums, shared.sums[other][quad], 1);
+                    total += shared.total[other];
+                }
+            __syncthreads(); /* and read */
+        }
+        if (!there || (many && team > 0)) continue;
+        const int64_t to = record.first_row + row;
+        const RowResult f = finish(p, (int)(to % p.heads_q), peak * LN_2, total);
+        store_4<T>((T *)p.out + to * LATENT_DIM_V + quad * 4, sums, f.factor);
+        if (quad == 0 && p.lse) ((float *)p.lse)[to] = f.lse;
+    }
+}
+
+/* ---- 4. launch ------------------------------------------------------------------------------- */
+struct LatentPlan {
+    Paged p;
+    int workers, side, page_box, q_box;
+    bool q_flat;
+    int64_t records_bytes, stats_bytes;
+};
+
+/* The TMA shape of rows of 576 columns: columns of a panel, rows, panels, then pages or tokens. */
+TensorShape latent_shape(const gk_tensor &t, int64_t rows, int64_t row_step, int64_t outer,
+                         int64_t outer_step) {
+    TensorShape x = {};
+    x.data = t.data;
+    x.dtype = t.dtype;
+    x.size[0] = 64;
+    x.size[1] = rows;
+    x.size[2] = LATENT_DIM / 64;
+    x.size[3] = outer;
+    x.size[4] = 1;
+    x.stride[1] = row_step;
+    x.stride[2] = 64;
+    x.stride[3] = outer_step;
+    return x;
+}
+
+TensorShape cache_shape(const gk_tensor &t) {
+    return latent_shape(t, t.shape[1], t.stride[1], t.shape[0], t.stride[0]);
+}
+
+/* Tokens and heads as one dimension, if the strides allow it. */
+TensorShape q_shape(const gk_tensor &t, bool flat) {
+    const int64_t tokens = t.shape[0], heads = t.shape[1];
+    if (!flat) return latent_shape(t, heads, t.stride[1], tokens, t.stride[0]);
+    return latent_shape(t, tokens * heads, heads == 1 ? t.stride[0] : t.stride[1], 1, 1);
+}
+
+bool plain_rules(const gk_paged_attn_args *a) {
+    const gk_attn_rules &r = a->rules;
+    return r.window_left < 0 && !r.kv_start && !r.alibi_slopes && r.softcap == 0 && !a->k_scale &&
+           r.scale > 0 && (float)r.scale > 0;
+}
+
+bool plan_latent(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *to) {
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    const gk_tensor &q = a->q, &cache = a->k_cache;
+    const int64_t tokens = q.shape[0], heads = q.shape[1], batch = a->seq_lens.shape[0];
+    if (q.shape[2] != LATENT_DIM || a->v_cache.shape[3] != LATENT_DIM_V || cache.shape[2] != 1 ||
+        cache.dtype != row->dtype || !gk_is_latent(a) || !plain_rules(a))
+        return false;
+    if (cache.shape[1] % 16 != 0 || cache.shape[0] >= INT32_MAX || tokens * heads > INT32_MAX ||
+        !in_16_bytes(a->out) || !smem_fits(ctx, LatentSmem::total))
+        return false;
+    LatentPlan &own = gk_own<LatentPlan>(to);
+    own = {};
+    own.p = paged_of(ctx, a);
+    own.page_box = cache.shape[1] % 64 == 0 ? 64 : cache.shape[1] % 32 == 0 ? 32 : 16;
+    own.q_flat = heads == 1 || tokens <= 1 || q.stride[0] == heads * q.stride[1];
+    own.q_box = own.q_flat ? 64 : (int)gk_min_i64(heads, 64);
+    /* a box of q takes heads of one token */
+    if (!own.q_flat && (64 % own.q_box != 0 || heads % own.q_box != 0)) return false;
+    if (tokens > 0 && heads > 0 && !tensor_map_fits(q_shape(q, own.q_flat))) return false;
+    if (!tensor_map_fits(cache_shape(cache))) return false;
+    own.side = own.p.seq_q * heads > LATENT_ROWS ? 2 : 1;
+    own.workers = gk_gpu_of(ctx->index)->num_sms / own.side;
+    if (own.workers < 1 || own.workers > MERGE_WORKERS) return false;
+    /* the list is counted in 32 bits */
+    const int64_t weight = own.p.capacity / LATENT_KEYS + 1 + latent_tiles::tile_cost;
+    const int64_t groups = own.p.seq_q * heads / (LATENT_ROWS * own.side) + 1;
+    if (batch * groups > INT32_MAX || batch * groups * weight > INT32_MAX) return false;
+    const int64_t rows = (int64_t)own.workers * 2 * own.side * LATENT_ROWS;
+    own.records_bytes = gk_round_up(own.workers * (int64_t)sizeof(LatentRecord), 64);
+    own.stats_bytes = rows * (int64_t)sizeof(float2);
+    to->workspace_bytes = (size_t)(own.records_bytes + own.stats_bytes + rows * LATENT_DIM_V * 4);
+    to->tile[0] = LATENT_ROWS;
+    to->tile[1] = LATENT_KEYS;
+    to->tasks = own.workers * own.side;
+    to->waves = 1;
+    return true;
+}
+
+template <class T>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    const char *const op = "gk_paged_attn";
+    const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
+    const LatentPlan &own = gk_own<LatentPlan>(plan);
+    if (own.p.tokens == 0 || own.p.heads_q == 0) return GK_OK;
+    LatentParams x = {};
+    x.p = own.p;
+    x.q_box = own.q_box;
+    x.q_flat = own.q_flat;
+    x.page_box = own.page_box;
+    x.box_bits = own.page_box == 64 ? 6 : own.page_box == 32 ? 5 : 4;
+    x.workers = own.workers;
+    x.side = own.side;
+    x.records = (LatentRecord *)workspace;
+    x.stats = (float2 *)((char *)workspace + own.records_bytes);
+    x.sums = (float *)((char *)x.stats + own.stats_bytes);
+    const int merges = gk_gpu_of(ctx->index)->num_sms * latent_tiles::merge_blocks;
+    x.token_blocks = x.p.cu_q ? (int)gk_ceil_div(x.p.tokens, MERGE_THREADS / 32) : 0;
+    const TensorShape cache = cache_shape(a->k_cache), q = q_shape(a->q, own.q_flat);
+    const int q_panels = own.q_box == 64 ? 3 : 1; /* of a box */
+    gk_status status = make_tensor_map(op, q, wgmma_box(2, own.q_box, q_panels), &x.q);
+    if (status == GK_OK) status = make_tensor_map(op, cache, wgmma_box(2, own.page_box), &x.cache);
+    if (status != GK_OK) return status;
+    status = launch<paged_latent_sm90a_kernel<T>>(op, ctx, dim3(own.workers * own.side),
+                                                  LATENT_THREADS, LatentSmem::total, x, true);
+    if (status != GK_OK) return status;
+    return launch<paged_latent_merge_kernel<T>>(op, ctx, dim3(merges + x.token_blocks),
+                                                MERGE_THREADS, 0, x, true);
+}
+
+const gk_cuda_instance instances[] = {
+    {"paged_latent_sm90a_bf16", GK_BF16, plan_latent, run<__nv_bfloat16>, {0}, NULL},
+    {"paged_latent_sm90a_f16", GK_F16, plan_latent, run<__half>, {0}, NULL},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_paged_latent_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};
