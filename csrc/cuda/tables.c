@@ -25,8 +25,8 @@ extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide
 extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table,
     gk_flash_attn_bwd_plain_table;
 extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table,
-    gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table, gk_paged_attn_f32_table,
-    gk_paged_attn_plain_table;
+    gk_paged_attn_sm90a_table, gk_paged_latent_sm90a_table, gk_paged_attn_sm80_table,
+    gk_paged_attn_f32_table, gk_paged_attn_plain_table;
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
@@ -74,9 +74,9 @@ static const gk_cuda_table *const flash_attn_bwd_tables[] = {
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
 static const gk_cuda_table *const paged_attn_tables[] = {
-    &gk_paged_prefill_sm90a_table, &gk_paged_prefill_relay_sm90a_table,
-    &gk_paged_attn_sm90a_table,    &gk_paged_attn_sm80_table,
-    &gk_paged_attn_f32_table,      &gk_paged_attn_plain_table};
+    &gk_paged_prefill_sm90a_table, &gk_paged_prefill_relay_sm90a_table, &gk_paged_attn_sm90a_table,
+    &gk_paged_latent_sm90a_table,  &gk_paged_attn_sm80_table,           &gk_paged_attn_f32_table,
+    &gk_paged_attn_plain_table};
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
