@@ -2,14 +2,20 @@
 /* tables.c: for each op, the tables of instances from its CUDA kernel files, best first.
  * dispatch.c asks them in this order, skipping those for other architectures. A table with a
  * plan function chooses among its own instances; otherwise the first instance that can serve the
- * call is used. */
+ * call is used.
+ *
+ * Tables made by C files are in every build, so that `explain --arch` answers without nvcc: gemm's.
+ * The other tables stand in their kernels' .cu files, and a build without nvcc lacks them. */
 #include "../core/dispatch.h"
 #include "gpukern.h"
+#include "product/gemm/tables.h"
 
-extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
-    gk_gemm_swapab_sm90a_table;
-extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table,
-    gk_gemm_plain_table;
+static const gk_cuda_table *const gemm_tables[] = {
+    &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
+    &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
+    &gk_gemm_plain_table};
+
+#ifdef GPUKERN_HAS_CUDA
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table,
@@ -54,11 +60,6 @@ extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
-/* gk_gemm_sm90a_table also plans for the next three tables. */
-static const gk_cuda_table *const gemm_tables[] = {
-    &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
-    &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
-    &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
     &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
@@ -159,3 +160,14 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
                         table == &gk_flash_attn_bwd_partial_plain_table;
     return either || drops == (a->dropout_p > 0);
 }
+#else
+const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
+    *num_tables = op == GK_OP_GEMM ? (int)(sizeof gemm_tables / sizeof gemm_tables[0]) : 0;
+    return op == GK_OP_GEMM ? gemm_tables : NULL;
+}
+
+bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
+    (void)table, (void)op, (void)args;
+    return true;
+}
+#endif
