@@ -147,7 +147,7 @@ static Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
 
 /* ---- operands -------------------------------------------------------------------------------- */
 /* Estimated time of a product of small M or small N, which is bound by reading its operands. */
-static double swapab_us(const GemmProblem *p) {
+static double stream_us(const GemmProblem *p) {
     return SWAPAB_US +
            2.0 * (double)(p->m + p->n) * (double)p->k * (double)p->batch / SWAPAB_BYTES_PER_US;
 }
@@ -161,8 +161,9 @@ static double swapab_us(const GemmProblem *p) {
     };
 #include "instances.def"
 
-/* Estimated time of the fastest gemm_sm80 instance, with k split so that every SM has work. */
-static double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, bool chunks) {
+/* Estimated time of a product by the kernels that read operands in place: of the fastest gemm_sm80
+ * instance, with k split so that every SM has work. */
+static double in_place_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, bool chunks) {
     const bool tf32 = dtype == GK_F32;
     const int64_t tiles =
         gk_ceil_div(p->m, Tile16_any_BM) * gk_ceil_div(p->n, Tile16_any_BN) * p->batch;
@@ -191,21 +192,6 @@ static double copies_us(const Operands *o) {
     return o->bytes > 0 ? REALIGN_US + bytes / REALIGN_BYTES_PER_US +
                               (many > 0 ? many / REALIGN_MANY_PER_US : 0)
                         : 0;
-}
-
-/* True if realigning copies and a product, `us` together, beat the kernels that need no copy. p:
- * the problem before the copies. o: the operands if everything is copied that needs it. */
-static bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, const Operands *o,
-                        bool few, double us) {
-    const bool chunks = in_chunks(p->a, dtype, p->a_m, p->a_k, p->a_batch, p->ndim) &&
-                        in_chunks(p->b, dtype, p->b_n, p->b_k, p->b_batch, p->ndim);
-    /* Small M: gemm_skinny streams the weights of up to 16 rows faster than they are copied. It
-     * cannot stream weights without a dimension of stride 1, and copies would expand broadcast
-     * ones. */
-    const bool streamed =
-        p->b_k == 0 || p->b_n == 0 || (p->m <= SKINNY_MAX_TOKENS && (p->b_k == 1 || p->b_n == 1));
-    if (few && o->copied[0] && (chunks || streamed || o->bytes > REALIGN_FEW_BYTES)) return false;
-    return us < other_us(gpu, dtype, p, chunks);
 }
 
 /* True if a ping-pong instance can store the results, which it does by TMA only. */
@@ -262,20 +248,35 @@ static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void 
 }
 
 /* ---- the choice ------------------------------------------------------------------------------ */
+/* How Hopper's kernels compute a product. Small M and small N are bound by reading the long
+ * operand, which is streamed past the short one. */
+typedef enum Way {
+    BY_TILES, /* tiles of the result */
+    SMALL_M,  /* swap-AB: the weights b are streamed past a's few rows */
+    SMALL_N   /* narrow tiles: a is streamed past b's few columns */
+} Way;
+
+static Way way_of(const GemmProblem *p, gk_dtype dtype) {
+    if (dtype == GK_F32 || p->k < SM90_SWAPAB_K) return BY_TILES;
+    if (p->m <= SM90_SWAPAB_ROWS && p->n >= 2 * SM90_SWAPAB_ROWS) return SMALL_M;
+    if (p->n <= SM90_SWAPAB_ROWS && p->m >= 2 * SM90_SWAPAB_ROWS) return SMALL_N;
+    return BY_TILES;
+}
+
 /* The key of a cached choice: all that the choice depends on. */
 typedef struct Question {
     const gk_gpu *gpu;
     int64_t m, n, k, batch;
-    int32_t mode, dtype;
-    bool swapab, few, narrow, ping_pong, curve,
-        rest[3]; /* rest: padding, so that every byte is set */
+    int32_t mode;
+    int16_t dtype, way;
+    bool swapab, ping_pong, curve, rest[5]; /* rest: padding, so that every byte is set */
 } Question;
 _Static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
 
 typedef struct Choice {
     Question question; /* m = 0: empty */
     const gk_cuda_instance *row;
-    Estimate estimate;
+    Estimate estimate; /* without the time of copies */
 } Choice;
 
 static const gk_cuda_table *const schedules[] = {
@@ -286,21 +287,23 @@ enum {
     NUM_SCHEDULES = sizeof schedules / sizeof *schedules
 };
 
-/* Whether an instance may be chosen. p: the problem as it is computed, with tokens as its
- * columns. */
+/* Whether an instance may be chosen. p: the problem as it is computed. With swap-AB its columns
+ * are the rows of a. */
 static bool is_candidate(const gk_cuda_instance *row, const Question *q, const GemmProblem *p) {
     if ((int)row->dtype != q->dtype || row->key[KEY_SMEM] > q->gpu->smem_per_block) return false;
-    if (is(row, SWAPAB) != q->swapab || (q->few && p->n > row->key[KEY_BN])) return false;
-    /* Swap-AB with split-K serves small M only. */
-    if (q->swapab && !q->few && q->dtype != GK_F32 && row->key[KEY_SPLITS] > 1) return false;
-    if (is(row, NARROW) != q->narrow || (q->narrow && p->n > row->key[KEY_BN])) return false;
+    if (is(row, SWAPAB) != q->swapab || is(row, NARROW) != (q->way == SMALL_N)) return false;
+    /* A tile must hold the short side. */
+    if (q->way != BY_TILES) return p->n <= row->key[KEY_BN];
+    /* Swap-AB of 16 bits with split-K serves small M only. */
+    if (q->swapab && q->dtype != GK_F32 && row->key[KEY_SPLITS] > 1) return false;
     return (q->ping_pong || !is(row, PING_PONG)) && keeps_step(row, p);
 }
 
-/* Chooses the instance of the least estimated time among those that fit the GPU. For small M or
- * N it chooses the smallest swap-AB or narrow tile that holds the short side. */
+/* Chooses the instance of the least estimated time. For small M or N, all that hold the short side
+ * are estimated alike, and the first has the smallest tile. */
 static void choose(const GemmProblem *p, Choice *to) {
     const Question *const q = &to->question;
+    const Estimate streamed = {stream_us(p), 0};
     to->row = NULL;
     to->estimate.us = 1e31;
     to->estimate.halved = 0;
@@ -308,9 +311,8 @@ static void choose(const GemmProblem *p, Choice *to) {
         for (int i = 0; i < schedules[s]->num_instances; ++i) {
             const gk_cuda_instance *const row = &schedules[s]->instances[i];
             if (!is_candidate(row, q, p)) continue;
-            const Estimate smallest = {(double)row->key[KEY_BN], 0};
             const Estimate found =
-                q->few || q->narrow ? smallest : estimate_of(row, q->gpu, p, q->mode);
+                q->way == BY_TILES ? estimate_of(row, q->gpu, p, q->mode) : streamed;
             if (found.us < to->estimate.us) {
                 to->row = row;
                 to->estimate = found;
@@ -332,22 +334,20 @@ static Choice *kept_choice(const Question *q) {
 }
 
 /* Looks the choice up in the cache, or makes it. The operands have been found. */
-static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bool swapab, bool few,
-                        bool narrow) {
+static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bool swapab,
+                        Way way) {
     const GemmProblem *const p = &o->p;
-    const Question question = {gpu,
-                               p->m,
-                               p->n,
-                               p->k,
-                               p->batch,
-                               o->mode,
-                               (int32_t)dtype,
-                               swapab,
-                               few,
-                               narrow,
-                               ping_pong_fits(p, dtype),
-                               p->epilogue.activation > GK_ACT_RELU,
-                               {false, false, false}};
+    const Question question = {.gpu = gpu,
+                               .m = p->m,
+                               .n = p->n,
+                               .k = p->k,
+                               .batch = p->batch,
+                               .mode = o->mode,
+                               .dtype = (int16_t)dtype,
+                               .way = (int16_t)way,
+                               .swapab = swapab,
+                               .ping_pong = ping_pong_fits(p, dtype),
+                               .curve = p->epilogue.activation > GK_ACT_RELU};
     Choice *const choice = kept_choice(&question);
     if (memcmp(&choice->question, &question, sizeof question) != 0) {
         choice->question = question;
@@ -356,51 +356,76 @@ static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bo
     return *choice;
 }
 
-/* Plans the call with the chosen instance. tf32 uses a swap-AB instance if b is MN-major. */
+/* Swap-AB for larger M of 16 bits: M may fit the column counts of WGMMA better than N does. It is
+ * limited to M < N and long k: of 47 products that the estimate gave to such a tile, those with
+ * M > N or short k took up to 23 % longer than with the best other instance
+ * (docs/worklog/gemm.md). Replaces the operands and the choice if that is faster. */
+static void consider_swapped(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, Operands *o,
+                             Choice *best) {
+    if (dtype == GK_F32 || p->k < SM90_SWAPAB_K) return;
+    if (p->m >= p->n || p->m * p->n > SM90_SWAPPED_RESULTS) return;
+    Operands swapped;
+    swapped.p = problem_of(p, true);
+    if (!operands_of(dtype, true, &swapped) || swapped.bytes != o->bytes) return;
+    const Choice other = choice_of(gpu, dtype, &swapped, true, BY_TILES);
+    if (other.row && other.estimate.us < best->estimate.us) {
+        *best = other;
+        *o = swapped;
+    }
+}
+
+/* Whether kernels that read the operands in place are the better choice. p: the problem before the
+ * copies. us: the expected time of copies and product together. */
+static bool better_in_place(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p,
+                            const Operands *o, Way way, double us) {
+    if (o->bytes == 0) return false;
+    /* Small N: a is nearly all that is read, so a copy would double the time. */
+    if (way == SMALL_N && o->copied[0]) return true;
+    const bool chunks = in_chunks(p->a, dtype, p->a_m, p->a_k, p->a_batch, p->ndim) &&
+                        in_chunks(p->b, dtype, p->b_n, p->b_k, p->b_batch, p->ndim);
+    /* Small M: gemm_skinny streams the weights of up to 16 rows faster than they are copied. It
+     * cannot stream weights without a dimension of stride 1, and copies would expand broadcast
+     * ones. */
+    const bool streamed =
+        p->b_k == 0 || p->b_n == 0 || (p->m <= SKINNY_MAX_TOKENS && (p->b_k == 1 || p->b_n == 1));
+    if (way == SMALL_M && o->copied[0] && (chunks || streamed || o->bytes > REALIGN_FEW_BYTES))
+        return true;
+    return us >= in_place_us(gpu, dtype, p, chunks);
+}
+
+/* Few tiles of tf32: gemm_sm80 splits k over all SMs and may be faster. */
+static bool sm80_is_faster(const gk_context *ctx, const gk_gemm_args *args, double us) {
+    gk_plan other;
+    return args->a.dtype == GK_F32 && us < FEW_TILES_US &&
+           gk_gemm_sm80_table.plan(ctx, args, &other) && other.us + SM80_US < us;
+}
+
+static bool serves(const gk_gemm_args *args) {
+    const gk_dtype dtype = args->a.dtype;
+    return dtype == GK_F32 ? args->fp32_precision == GK_TF32 : dtype == GK_BF16 || dtype == GK_F16;
+}
+
+/* Plans the call with the chosen instance, unless a kernel of another table is expected to be
+ * faster. */
 static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = arguments;
     const gk_dtype dtype = args->a.dtype;
-    const bool tf32 = dtype == GK_F32;
-    if (tf32 ? args->fp32_precision != GK_TF32 : dtype != GK_BF16 && dtype != GK_F16) return false;
-    const GemmProblem p = gemm_problem_of(args);
+    if (!serves(args)) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    /* few: small M beside a long b, swap-AB. narrow: small N beside a long a. Everything else is
-     * cut into tiles, which need at least 17 rows and columns. */
-    const bool long_k = !tf32 && p.k >= SM90_SWAPAB_K;
-    const bool few = long_k && p.m <= SM90_SWAPAB_ROWS && p.n >= 2 * SM90_SWAPAB_ROWS;
-    const bool narrow = long_k && p.n <= SM90_SWAPAB_ROWS && p.m >= 2 * SM90_SWAPAB_ROWS;
-    if (!few && !narrow && (p.m <= SKINNY_MAX_TOKENS || p.n <= SKINNY_MAX_TOKENS)) return false;
-    const bool swapab = tf32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : few;
+    const GemmProblem p = gemm_problem_of(args);
+    const Way way = way_of(&p, dtype);
+    /* Tiles need at least 17 rows and columns. */
+    if (way == BY_TILES && (p.m <= SKINNY_MAX_TOKENS || p.n <= SKINNY_MAX_TOKENS)) return false;
+    /* tf32 uses swap-AB if b is MN-major. */
+    const bool swapab = dtype == GK_F32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : way == SMALL_M;
     Operands *const o = &GK_OWN(HopperPlan, to)->operands;
     o->p = problem_of(&p, swapab);
     if (!operands_of(dtype, swapab, o)) return false;
-    Choice best = choice_of(gpu, dtype, o, swapab, few, narrow);
-    /* Consider swap-AB for larger M, too: M may fit the column counts of WGMMA better than N
-     * does. It is limited to M < N and long k: of 47 products that the estimate gave to such a
-     * tile, those with M > N or short k took up to 23 % longer than with the best other instance
-     * (docs/worklog/gemm.md). */
-    if (long_k && !few && !narrow && p.m < p.n && p.m * p.n <= SM90_SWAPPED_RESULTS) {
-        Operands swapped;
-        swapped.p = problem_of(&p, true);
-        if (operands_of(dtype, true, &swapped) && swapped.bytes == o->bytes) {
-            const Choice other = choice_of(gpu, dtype, &swapped, true, false, false);
-            if (other.row && other.estimate.us < best.estimate.us) {
-                best = other;
-                *o = swapped;
-            }
-        }
-    }
+    Choice best = choice_of(gpu, dtype, o, swapab, way);
+    if (way == BY_TILES) consider_swapped(gpu, dtype, &p, o, &best);
     if (!best.row) return false;
-    const double us = (few || narrow ? swapab_us(&p) : best.estimate.us) + copies_us(o);
-    if (narrow && o->copied[0])
-        /* a is nearly all that is read. A kernel that reads it in place is faster than a copy. */
-        return false;
-    if (o->bytes > 0 && !worth_while(gpu, dtype, &p, o, few, us)) return false;
-    /* Few tiles of tf32: gemm_sm80 splits k over all SMs and may be faster. */
-    gk_plan other;
-    if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) &&
-        other.us + SM80_US < us)
-        return false;
+    const double us = best.estimate.us + copies_us(o);
+    if (better_in_place(gpu, dtype, &p, o, way, us) || sm80_is_faster(ctx, args, us)) return false;
     to->us = us;
     return plan_instance(best.row, gpu, best.estimate.halved, to);
 }
