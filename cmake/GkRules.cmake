@@ -213,8 +213,6 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
       gk_log_ptxas(gk_cuda_90a)
     endif()
     gk_cuda_objects(gk_cuda_${portable} "${gk_cuda_flags_${portable}}" ${portable_sources})
-    add_library(gk_cuda_tables OBJECT csrc/cuda/tables.c)
-    list(APPEND gk_objects gk_cuda_tables)
   endif()
 endmacro()
 

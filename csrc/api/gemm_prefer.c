@@ -3,13 +3,10 @@
  * the caller prefers (prefer.h). */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#ifdef GPUKERN_HAS_CUDA
 #include "../core/prefer.h"
 
 #include <stdio.h>
-#endif
 
-#ifdef GPUKERN_HAS_CUDA
 static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args,
                                  const void *result) {
     gk_io io;
@@ -22,15 +19,6 @@ static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args
         return gk_fail(GK_ERR_UNSUPPORTED, "expected a CUDA context, got a CPU one, where dtype "
                                            "and instruction set decide the instance");
     return gk_dispatch_gpu(ctx) ? GK_OK : GK_ERR_DEVICE;
-}
-
-static const gk_cuda_instance *gemm_instance_named(const char *name) {
-    int num_tables;
-    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
-    for (int t = 0; t < num_tables; ++t)
-        for (int i = 0; i < tables[t]->num_instances; ++i)
-            if (strcmp(tables[t]->instances[i].name, name) == 0) return &tables[t]->instances[i];
-    return NULL;
 }
 
 static gk_status list_instances(const gk_context *ctx, const gk_gemm_args *args,
@@ -69,6 +57,24 @@ static gk_status key_text(const gk_context *ctx, const gk_gemm_args *args,
     return GK_OK;
 }
 
+static gk_status device_name(int32_t index, const char **name) {
+    GK_REQUIRE(name, "the place for the result is NULL");
+    const gk_gpu *gpu = gk_gpu_of(index);
+    if (!gpu) return GK_ERR_DEVICE;
+    *name = gpu->name;
+    return GK_OK;
+}
+
+#ifdef GPUKERN_HAS_CUDA
+static const gk_cuda_instance *gemm_instance_named(const char *name) {
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
+    for (int t = 0; t < num_tables; ++t)
+        for (int i = 0; i < tables[t]->num_instances; ++i)
+            if (strcmp(tables[t]->instances[i].name, name) == 0) return &tables[t]->instances[i];
+    return NULL;
+}
+
 static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const char *instance) {
     const char *others;
     GK_TRY(check_cuda_gemm(ctx, args, ""));
@@ -101,25 +107,13 @@ static gk_status prefer_key(const char *device, const char *gemm_class, const ch
                gk_dtype_name((gk_dtype)key.dtype));
     return gk_prefer(&key, found);
 }
-
-static gk_status device_name(int32_t index, const char **name) {
-    GK_REQUIRE(name, "the place for the result is NULL");
-    const gk_gpu *gpu = gk_gpu_of(index);
-    if (!gpu) return GK_ERR_DEVICE;
-    *name = gpu->name;
-    return GK_OK;
-}
 #else
 static gk_status no_cuda(void) {
     return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels");
 }
-#define list_instances(ctx, args, instances) \
-    ((void)(ctx), (void)(args), (void)(instances), no_cuda())
-#define key_text(ctx, args, gemm_class) ((void)(ctx), (void)(args), (void)(gemm_class), no_cuda())
 #define prefer(ctx, args, instance) ((void)(ctx), (void)(args), (void)(instance), no_cuda())
 #define prefer_key(device, gemm_class, instance) \
     ((void)(device), (void)(gemm_class), (void)(instance), no_cuda())
-#define device_name(index, name) ((void)(index), (void)(name), no_cuda())
 #define gk_prefer_none() ((void)0)
 #endif
 

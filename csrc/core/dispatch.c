@@ -3,14 +3,13 @@
  * and runs the plan.
  *
  * The entry points in csrc/api/ and ops/ call it. It is the only file that knows every directory
- * of kernels: ref/, cpu/ and, if built, cuda/. */
+ * of kernels: ref/, cpu/ and cuda/. A build without nvcc has no kernel of cuda/, but some of the
+ * tables and plans. It explains calls on a described GPU, and runs none there. */
 #include "dispatch.h"
 #include "checks.h"
 #include "../cpu/kernels.h"
 #include "nvtx.h"
-#ifdef GPUKERN_HAS_CUDA
 #include "prefer.h"
-#endif
 
 #include <stdio.h>
 
@@ -69,6 +68,14 @@ static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t
 
 /* ---- the GPU's plan -------------------------------------------------------------------------- */
 #ifdef GPUKERN_HAS_CUDA
+#define NO_TABLES "no kernel on CUDA; supported is the CPU"
+#else
+#define NO_TABLES                                                                        \
+    "this library was built without CUDA kernels, so it knows what a GPU would run for " \
+    "gemm alone; a build with GPUKERN_CUDA=1 knows it for every op, without a GPU"
+uint8_t *gk_cuda_error_word(void) { return NULL; }
+#endif
+
 /* Code for sm_90a runs on that architecture alone. Code for compute_80 runs on every one from 80
  * on. */
 static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
@@ -120,8 +127,7 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
         if (runs_on(tables[t], gpu) && gk_cuda_takes(op, t, args) &&
             plan_table(tables[t], ctx, dtype, args, plan))
             return GK_OK;
-    if (num_tables == 0)
-        return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
+    if (num_tables == 0) return gk_fail(GK_ERR_UNSUPPORTED, NO_TABLES);
     for (int t = 0; t < num_tables; ++t)
         if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) && gk_cuda_takes(op, t, args))
             return gk_fail(GK_ERR_UNSUPPORTED,
@@ -171,20 +177,15 @@ static double flops_per_clock(int arch, gk_dtype dtype) {
     default: return 0;
     }
 }
-#else
-uint8_t *gk_cuda_error_word(void) { return NULL; }
-#endif
 
 /* ---- plan and run ---------------------------------------------------------------------------- */
 gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                            gk_plan *plan) {
     ++num_plans;
-#ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA)
         return plan_preferred(ctx, op, args, plan)
                    ? GK_OK
                    : gk_dispatch_plan_default(ctx, op, dtype, args, plan);
-#endif
     return plan_cpu(ctx, op, dtype, args, plan);
 }
 
@@ -194,6 +195,24 @@ static gk_status run_cpu(const gk_context *ctx, const void *args, const gk_plan 
     return GK_OK;
 }
 
+static gk_status run_cuda(const gk_context *ctx, const void *args, const gk_plan *plan,
+                          void *workspace) {
+#ifdef GPUKERN_HAS_CUDA
+    gk_status status;
+    const int32_t before = gk_gpu_enter(ctx->index);
+    if (before < 0) return GK_ERR_DEVICE;
+    const gk_cuda_instance *instance = plan->kernel;
+    GK_IN_RANGE(status, instance->name, instance->run(ctx, args, plan, workspace));
+    gk_gpu_leave(before);
+    return status;
+#else
+    (void)ctx, (void)args, (void)plan, (void)workspace;
+    return gk_fail(GK_ERR_UNSUPPORTED,
+                   "this library was built without CUDA kernels: it explains what a GPU would run, "
+                   "and runs nothing there");
+#endif
+}
+
 gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan,
                           void *workspace, size_t workspace_bytes) {
     gk_status status;
@@ -201,16 +220,7 @@ gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan
         return gk_fail(GK_ERR_WORKSPACE,
                        "workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
                        workspace_bytes, workspace, plan->workspace_bytes);
-#ifdef GPUKERN_HAS_CUDA
-    if (ctx->device == GK_CUDA) {
-        const int32_t before = gk_gpu_enter(ctx->index);
-        if (before < 0) return GK_ERR_DEVICE;
-        const gk_cuda_instance *instance = plan->kernel;
-        GK_IN_RANGE(status, instance->name, instance->run(ctx, args, plan, workspace));
-        gk_gpu_leave(before);
-        return status;
-    }
-#endif
+    if (ctx->device == GK_CUDA) return run_cuda(ctx, args, plan, workspace);
     GK_IN_RANGE(status, ((const gk_cpu_instance *)plan->kernel)->name,
                 run_cpu(ctx, args, plan, workspace));
     return status;
@@ -221,10 +231,8 @@ gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype,
     gk_plan plan;
     GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
     *bytes = plan.workspace_bytes;
-#ifdef GPUKERN_HAS_CUDA
     if (plan.preferred && gk_dispatch_plan_default(ctx, op, dtype, args, &plan) == GK_OK)
         *bytes = plan.workspace_bytes > *bytes ? plan.workspace_bytes : *bytes;
-#endif
     return GK_OK;
 }
 
@@ -232,12 +240,10 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
                            void *workspace, size_t workspace_bytes) {
     gk_plan plan;
     GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
-#ifdef GPUKERN_HAS_CUDA
     /* If the instance was preferred after the workspace was sized, the workspace may be too
      * small; then the default kernel runs. */
     if (plan.preferred && !workspace_fits(workspace, workspace_bytes, plan.workspace_bytes))
         GK_TRY(gk_dispatch_plan_default(ctx, op, dtype, args, &plan));
-#endif
     return gk_dispatch_run(ctx, args, &plan, workspace, workspace_bytes);
 }
 
@@ -247,6 +253,38 @@ static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
     snprintf(out->instance, sizeof out->instance, reference ? "%s_%s" : "%s_%s_%s", row->name,
              gk_type_of(row->dtype)->short_name, gk_isa_names[row->isa]);
     snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
+}
+
+/* Blocks of the instance that an SM of this machine's GPU holds at once. */
+static gk_status find_blocks(const gk_context *ctx, const gk_cuda_instance *row, int *blocks) {
+    *blocks = 1;
+#ifdef GPUKERN_HAS_CUDA
+    if (!row->blocks_per_sm) return GK_OK;
+    const int32_t before = gk_gpu_enter(ctx->index);
+    if (before < 0) return GK_ERR_DEVICE;
+    *blocks = row->blocks_per_sm();
+    gk_gpu_leave(before);
+#else
+    (void)ctx, (void)row;
+#endif
+    return GK_OK;
+}
+
+/* A described GPU cannot be asked how many blocks it holds, so there the waves of some instances
+ * stay unknown. */
+static gk_status explain_cuda(const gk_context *ctx, const gk_plan *plan, gk_explanation *out) {
+    const gk_cuda_instance *row = plan->kernel;
+    const bool described = ctx->index >= GK_FIRST_DESCRIBED_GPU;
+    snprintf(out->instance, sizeof out->instance, "%s", row->name);
+    snprintf(out->isa, sizeof out->isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
+    out->preferred = plan->preferred;
+    out->waves = plan->waves;
+    if (plan->waves == 0 && !(row->blocks_per_sm && described)) {
+        int blocks;
+        GK_TRY(find_blocks(ctx, row, &blocks));
+        out->waves = (double)plan->tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
+    }
+    return GK_OK;
 }
 
 gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
@@ -262,59 +300,34 @@ gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, c
     found.tasks = plan.tasks;
     found.chunks = plan.chunks;
     found.workspace_bytes = (int64_t)plan.workspace_bytes;
-#ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
-        const gk_cuda_instance *row = plan.kernel;
-        snprintf(found.instance, sizeof found.instance, "%s", row->name);
-        snprintf(found.isa, sizeof found.isa, "%s",
-                 strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
-        found.waves = plan.waves;
-        if (plan.waves == 0 && !(row->blocks_per_sm && ctx->index >= GK_FIRST_DESCRIBED_GPU)) {
-            int blocks = 1;
-            if (row->blocks_per_sm) {
-                const int32_t before = gk_gpu_enter(ctx->index);
-                if (before < 0) return GK_ERR_DEVICE;
-                blocks = row->blocks_per_sm();
-                gk_gpu_leave(before);
-            }
-            found.waves = (double)plan.tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
-        }
-        found.preferred = plan.preferred;
+        GK_TRY(explain_cuda(ctx, &plan, &found));
         if (plan.preferred) {
             size_t bytes;
             GK_TRY(gk_dispatch_workspace(ctx, op, dtype, args, &bytes));
             found.workspace_bytes = (int64_t)bytes;
         }
-    } else
-#endif
+    } else {
         name_cpu_kernel(plan.kernel, &found);
+    }
     memcpy(out, &found, out->size < sizeof found ? out->size : sizeof found);
     return GK_OK;
 }
 
 void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
-#ifdef GPUKERN_HAS_CUDA
     const gk_gpu *gpu = ctx->device == GK_CUDA ? gk_gpu_of(ctx->index) : NULL;
     if (!gpu) return;
     const double flops_per_us =
         flops_per_clock(gpu->arch, dtype) * gpu->num_sms * gpu->clock_khz / 1e3;
     out->bound_us = out->bytes / (gpu->memory_gbs * 1e3);
     if (flops_per_us > 0) out->bound_us = fmax(out->bound_us, out->flops / flops_per_us);
-#else
-    (void)ctx, (void)dtype, (void)out;
-#endif
 }
 
 static gk_status find_arch(const char *arch, int32_t *index) {
     GK_REQUIRE(arch && index, "arch or the place for the index is NULL");
-#ifdef GPUKERN_HAS_CUDA
     *index = gk_described_gpu(arch);
     GK_REQUIRE(*index >= 0, "arch is \"%.40s\"; expected sm_80, sm_86, sm_89 or sm_90", arch);
     return GK_OK;
-#else
-    return gk_fail(GK_ERR_UNSUPPORTED,
-                   "this library was built without CUDA kernels, so it has none for %.40s", arch);
-#endif
 }
 
 gk_status gk_cuda_arch(const char *arch, int32_t *index) {

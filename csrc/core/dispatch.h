@@ -6,9 +6,7 @@
 
 #include "internal.h"
 #include "op.h"
-#ifdef GPUKERN_HAS_CUDA
 #include "../cuda/kernels.h"
-#endif
 
 /* Plans the call with the kernel preferred for it, or else with the first kernel that serves it. */
 gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
@@ -38,9 +36,8 @@ static inline double gk_tensor_bytes(const gk_tensor *t) {
     return t->data ? (double)gk_bytes_of(t->dtype, gk_numel(t)) : 0;
 }
 
-#ifdef GPUKERN_HAS_CUDA
 /* cuda/tables.c: the tables of an op, best first. The first table that plans a call on the device's
- * architecture serves it. */
+ * architecture serves it. A build without nvcc has none for most ops. */
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 /* True if the kernels of a table, by its place in gk_cuda_tables, are for this kind of call: calls
  * with dropout, for example, have kernels of their own. */
@@ -52,6 +49,5 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
 /* Plans the call with this one instance of gemm. False if the instance does not serve it. */
 bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *row, const gk_context *ctx,
                                     const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan);
-#endif
 
 #endif

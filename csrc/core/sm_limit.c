@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sm_limit.c: the limit on the number of SMs that persistent kernels may use. It belongs to the
- * process. gk_gpu_of (cuda/host/device.cu) shows every planner a GPU of that size. */
+ * process. gk_gpu_of (cuda/host/described.c) shows every planner a GPU of that size. */
 #include "checks.h"
 #include "gpukern.h"
 

@@ -12,8 +12,8 @@
 extern "C" {
 #endif
 
-/* host/device.cu: properties of a GPU that launches and `explain` need. They are constants of
- * the device, read once. */
+/* Properties of a GPU that plans, launches and `explain` need. They are constants of the device,
+ * read once. */
 typedef struct gk_gpu {
     int32_t arch; /* 10 * major + minor: 80, 86, 89, 90, .. */
     int32_t num_sms;
@@ -24,15 +24,21 @@ typedef struct gk_gpu {
     uint64_t name_hash; /* gk_name_hash: selects the preferred instances of this GPU */
 } gk_gpu;
 
-/* Returns NULL if the index is no GPU's; gk_last_error() then says why. */
-const gk_gpu *gk_gpu_of(int32_t index);
-int32_t gk_gpu_count(void);
-
 enum {
+    MAX_GPUS = 64,                /* of this machine */
     GK_FIRST_DESCRIBED_GPU = 1000 /* from here on: GPUs that are only described by their data */
 };
+
+/* host/described.c. Returns NULL if the index is no GPU's; gk_last_error() then says why. A build
+ * without nvcc has the described GPUs alone. */
+const gk_gpu *gk_gpu_of(int32_t index);
 /* The index of a described GPU by its architecture, such as "sm_90"; -1 if there is none. */
 int32_t gk_described_gpu(const char *arch);
+
+/* host/device.cu, from here on: what only a build with nvcc has. A GPU of this machine without the
+ * limit on its SMs, NULL as above. */
+const gk_gpu *gk_gpu_there(int32_t index);
+int32_t gk_gpu_count(void);
 
 /* Makes `index` the current device. Returns the previous device, which gk_gpu_leave restores, or
  * -1 and a failure text. */
@@ -66,6 +72,24 @@ struct gk_cuda_instance {
     int (*blocks_per_sm)(
         void); /* blocks that run at once, for `explain` if a plan has no waves; NULL = 1 */
 };
+
+/* Instances whose plan is in a C file are in the tables of every build. Their kernel's file defines
+ * the rest: GK_LAUNCH names its `run`, GK_BLOCKS its `blocks_per_sm`. A build without nvcc has
+ * neither, and gk_dispatch_run refuses there. */
+#ifdef GPUKERN_HAS_CUDA
+#define GK_LAUNCH(id) gk_launch_##id
+#define GK_BLOCKS(id) gk_blocks_##id
+#else
+#define GK_LAUNCH(id) NULL
+#define GK_BLOCKS(id) gk_blocks_unknown
+#endif
+#define GK_DECLARE_LAUNCH(id)                                                              \
+    gk_status gk_launch_##id(const gk_context *ctx, const void *args, const gk_plan *plan, \
+                             void *workspace);
+#define GK_DECLARE_BLOCKS(id) int gk_blocks_##id(void);
+#define GK_DECLARE_LAUNCH_16(file, type) \
+    GK_DECLARE_LAUNCH(file##_bf16_##type) GK_DECLARE_LAUNCH(file##_f16_##type)
+int gk_blocks_unknown(void); /* 1. gk_dispatch_explain does not ask it of a described GPU */
 
 /* The instances of one kernel file, best first. */
 typedef struct gk_cuda_table {

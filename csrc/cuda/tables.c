@@ -2,14 +2,20 @@
 /* tables.c: for each op, the tables of instances from its CUDA kernel files, best first.
  * dispatch.c asks them in this order, skipping those for other architectures. A table with a
  * plan function chooses among its own instances; otherwise the first instance that can serve the
- * call is used. */
+ * call is used.
+ *
+ * Tables made by C files are in every build, so that `explain --arch` answers without nvcc: gemm's.
+ * The other tables stand in their kernels' .cu files, and a build without nvcc lacks them. */
 #include "../core/dispatch.h"
 #include "gpukern.h"
+#include "product/gemm/tables.h"
 
-extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
-    gk_gemm_swapab_sm90a_table;
-extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table,
-    gk_gemm_plain_table;
+static const gk_cuda_table *const gemm_tables[] = {
+    &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
+    &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
+    &gk_gemm_plain_table};
+
+#ifdef GPUKERN_HAS_CUDA
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
     gk_flash_attn_fp8_sm80_table;
@@ -103,11 +109,6 @@ static const asks flash_attn_bwd_asks[] = {FLASH_ATTN_BWD(ASKS)};
 static const asks paged_attn_asks[] = {PAGED_ATTN(ASKS)};
 #undef ASKS
 
-/* gk_gemm_sm90a_table also plans for the next three tables. */
-static const gk_cuda_table *const gemm_tables[] = {
-    &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
-    &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
-    &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
@@ -186,3 +187,14 @@ bool gk_cuda_takes(gk_op op, int table, const void *args) {
     }
     return (asked & x->needs) == x->needs && (asked & ~x->allows) == 0;
 }
+#else
+const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
+    *num_tables = op == GK_OP_GEMM ? (int)(sizeof gemm_tables / sizeof gemm_tables[0]) : 0;
+    return op == GK_OP_GEMM ? gemm_tables : NULL;
+}
+
+bool gk_cuda_takes(gk_op op, int table, const void *args) {
+    (void)op, (void)table, (void)args;
+    return true;
+}
+#endif

@@ -36,11 +36,23 @@ def headers(folder, suffix="*.h"):
     return sorted(p.relative_to(ROOT) for p in (ROOT / folder).rglob(suffix))
 
 
+@functools.cache
+def planned_in_c():
+    """The headers that C files of csrc/cuda include, through each other too."""
+    found, left = set(), headers("csrc/cuda", "*.c")
+    while left:
+        there = {path for _, path in includes(left.pop())} - found
+        found |= there
+        left += there
+    return found
+
+
 def variants(header):
     """The ways in which a header is compiled: (compiler, flags)."""
     name = header.as_posix()
     if name.startswith("csrc/cuda/"):
-        return [("c++", ("-std=c++17",))]
+        both = [("c++", ("-std=c++17",)), ("cc", ("-std=gnu11",))]
+        return both if header in planned_in_c() else both[:1]
     if name.startswith("csrc/cpu/isa/"):
         return [("cc", ("-std=gnu11", *flags)) for flags in ISAS.values()]
     if name.startswith("csrc/cpu/amx/"):

@@ -740,7 +740,8 @@ def failing_build(tree, build, *, python=sys.executable, **env):
 
 def test_error_cuda_without_sources(tmp_path):
     tree = copy_of_tree(tmp_path / "tree")
-    shutil.rmtree(tree / "csrc" / "cuda", ignore_errors=True)
+    for source in (tree / "csrc" / "cuda").rglob("*.cu"):
+        source.unlink()
     assert failing_build(tree, tmp_path / "build", GPUKERN_CUDA="1") == (
         "gpukern: GPUKERN_CUDA=1, but this source tree has no CUDA kernels (csrc/cuda); set "
         "GPUKERN_CUDA to auto or 0 "

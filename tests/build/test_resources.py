@@ -146,21 +146,16 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
 
 
 def hopper_tiles():
-    """The tiles of csrc/cuda/product/gemm/tiles.h by name with their numbers. A number that a tile
-    does not set is that of its base."""
-    text, tiles = (ROOT / "csrc" / "cuda" / "product" / "gemm" / "tiles.h").read_text(), {}
-    for name, base, body in re.findall(
-        r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE
-    ):
-        tiles[name] = dict(tiles.get(base, {}))
-        for numbers in re.findall(r"static constexpr (?:int|bool) (.*?);", body):
-            tiles[name].update(
-                {
-                    k: v == "true" if v in ("true", "false") else int(v)
-                    for k, v in re.findall(r"(\w+) = (\w+)", numbers)
-                }
-            )
-    return tiles
+    """Hopper's tiles of csrc/cuda/product/gemm/instances.def by name with their numbers."""
+    text = (ROOT / "csrc" / "cuda" / "product" / "gemm" / "instances.def").read_text()
+    columns = "BM BN STAGES WGS PANELS TILES SPLITS K64".split()
+    return {
+        name: dict(zip(columns, map(int, re.findall(r"\d+", numbers))))
+        | {"PING_PONG": kind == "PING_PONG"}
+        for kind, name, numbers in re.findall(
+            r"^SM90_(\w+)\((\w+), \w+, ([\d, ]+)\)$", text, re.MULTILINE
+        )
+    }
 
 
 # Kernels that are sm_90a for TMA or clusters. They multiply nothing, or, as paged_, too small

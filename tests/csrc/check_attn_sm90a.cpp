@@ -8,7 +8,7 @@
 #include "cuda/attn/backward/bwd_order.cuh"
 #include "cuda/attn/forward/fwd_schedule.cuh"
 #include "cuda/attn/forward/fwd_score.cuh"
-#include "cuda/tile/divisor.cuh"
+#include "cuda/tile/divisor.h"
 #include "cuda/layout/atoms.cuh"
 #include "cuda/layout/wgmma.cuh"
 

@@ -297,6 +297,30 @@ static void check_threads(void) {
     gk_prefer_none();
 }
 
+/* ---- a described GPU ------------------------------------------------------------------------- */
+/* Every build explains a gemm on a GPU that it is only told of. None runs one there. */
+static void check_described(void) {
+    gk_context ctx = check_context(NULL, 1);
+    const gk_gemm_args g = product(4096, 4096, 4096);
+    gk_explanation found = {.size = sizeof found};
+    const char *text = NULL;
+    snprintf(check_case, sizeof check_case, "a described GPU");
+    ctx.device = GK_CUDA;
+    check_result(gk_cuda_arch("sm_90", &ctx.index) == GK_OK, "%s", gk_last_error());
+    check_result(gk_explain_gemm(&ctx, &g, &found) == GK_OK, "%s", gk_last_error());
+    check_result(strcmp(found.instance, "gemm_sm90a_bf16_128x256x64") == 0 && found.tasks == 512 &&
+                     found.bound_us > 100,
+                 "%s of %lld tasks, at least %g us", found.instance, (long long)found.tasks,
+                 found.bound_us);
+    check_result(gk_gemm_instances(&ctx, &g, &text) == GK_OK &&
+                     strstr(text, ",gemm_sm80_bf16_128x128x64"),
+                 "%s", text ? text : gk_last_error());
+    check_result(gk_cuda_device_name(ctx.index, &text) == GK_OK && strstr(text, "(described)"),
+                 "%s", text);
+    check_result(gk_gemm(&ctx, &g) != GK_OK, "a product runs on a GPU that is not there");
+    check_refused(gk_cuda_arch("sm_75", &ctx.index), GK_ERR_ARGUMENT, "arch is \"sm_75\"");
+}
+
 /* ---- the public functions -------------------------------------------------------------------- */
 static void check_public(void) {
     const gk_context cpu = check_context(NULL, 1);
@@ -304,8 +328,7 @@ static void check_public(void) {
     const char *text = NULL;
     snprintf(check_case, sizeof check_case, "public functions");
 #ifdef GPUKERN_HAS_CUDA
-    const char *words = "got a CPU one", *plain = "32x48x64:NN" PLAIN "abo",
-               *row = "gemm_sm80_bf16_64x64x64";
+    const char *plain = "32x48x64:NN" PLAIN "abo", *row = "gemm_sm80_bf16_64x64x64";
     check_refused(gk_gemm_prefer_class("A GPU", plain, "gemm_of_tomorrow"), GK_ERR_ARGUMENT,
                   "instance 'gemm_of_tomorrow' does not exist in this library");
     check_refused(gk_gemm_prefer_class("A GPU", plain, "flash_attn_fwd_plain_f32"), GK_ERR_ARGUMENT,
@@ -331,15 +354,16 @@ static void check_public(void) {
     check_result(gk_gemm_prefer_class("A GPU", plain, row) == GK_OK, "%s", gk_last_error());
     gk_gemm_prefer_none();
     check_result(!gk_any_preferred(), "is not forgotten with all");
+    check_refused(gk_gemm_prefer(&cpu, &g, "any"), GK_ERR_UNSUPPORTED, "got a CPU one");
 #else
     const char *words = "built without CUDA";
     check_refused(gk_gemm_prefer_class("A GPU", "32x48x64:NN" PLAIN "abo", "any"),
                   GK_ERR_UNSUPPORTED, words);
-    check_refused(gk_cuda_device_name(0, &text), GK_ERR_UNSUPPORTED, words);
-#endif
-    check_refused(gk_gemm_rows(&cpu, &g, &text), GK_ERR_UNSUPPORTED, words);
-    check_refused(gk_gemm_class(&cpu, &g, &text), GK_ERR_UNSUPPORTED, words);
     check_refused(gk_gemm_prefer(&cpu, &g, "any"), GK_ERR_UNSUPPORTED, words);
+    check_refused(gk_cuda_device_name(0, &text), GK_ERR_DEVICE, words);
+#endif
+    check_refused(gk_gemm_rows(&cpu, &g, &text), GK_ERR_UNSUPPORTED, "got a CPU one");
+    check_refused(gk_gemm_class(&cpu, &g, &text), GK_ERR_UNSUPPORTED, "got a CPU one");
 }
 
 /* A caller compiled when gk_explanation ended in front of `preferred`: nothing behind its struct
@@ -371,6 +395,7 @@ int main(void) {
     check_table();
     check_threads();
     check_public();
+    check_described();
     check_older_caller();
     return check_end();
 }

@@ -110,11 +110,11 @@ static void check_matrix() {
     const bool good =
         realign_plan(memory + origin, inner, outer, dense, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 8);
-    check(good && realign_bytes(x) == entries * outer * ld * 2, "bytes", realign_bytes(x),
+    check(good && realign_bytes(&x) == entries * outer * ld * 2, "bytes", realign_bytes(&x),
           entries * outer * ld * 2);
     check(!x.transposed && x.inner == inner, "16 bits are not transposed", dense, x.transposed);
-    uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(x));
-    memset(copy, 0xa5, (size_t)realign_bytes(x));
+    uint16_t *copy = (uint16_t *)malloc((size_t)realign_bytes(&x));
+    memset(copy, 0xa5, (size_t)realign_bytes(&x));
     for (uint32_t i = 0; i < x.total; ++i) copy_chunk(x, i, copy + i * 8);
     int64_t at[4] = {};
     for (bool more = true; more;) { /* every entry of the batch, repeated ones too */
@@ -154,12 +154,12 @@ static void check_matrix_32() {
     const bool good =
         realign_plan_32(words + origin, inner, outer, step, outer_stride, ndim, shape, copied, &x);
     const int64_t ld = gk_round_up(inner, 4);
-    check(good && realign_bytes(x) == entries * outer * ld * 4, "bytes", realign_bytes(x),
+    check(good && realign_bytes(&x) == entries * outer * ld * 4, "bytes", realign_bytes(&x),
           entries * outer * ld * 4);
     check(x.transposed == (step != 1) && x.chunks.by == ld / 4 && x.inner == 2 * inner,
           "transposed", step, x.transposed);
-    uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(x));
-    memset(copy, 0xa5, (size_t)realign_bytes(x));
+    uint32_t *copy = (uint32_t *)malloc((size_t)realign_bytes(&x));
+    memset(copy, 0xa5, (size_t)realign_bytes(&x));
     for (uint32_t i = 0; step == 1 && i < x.total; ++i) copy_chunk(x, i, (uint16_t *)copy + i * 8);
     if (step != 1) copy_transposed(x, copy);
     int64_t at[4] = {};

@@ -119,6 +119,16 @@ template <auto KERNEL> inline int blocks_per_sm(unsigned threads, size_t smem_by
     return n > 0 ? n : 1;
 }
 
+/* The functions that GK_LAUNCH and GK_BLOCKS name; the last argument is the function that does it.
+ */
+#define GK_DEFINE_LAUNCH(id, ...)                                                \
+    extern "C" gk_status gk_launch_##id(const gk_context *ctx, const void *args, \
+                                        const gk_plan *plan, void *workspace) {  \
+        return __VA_ARGS__(ctx, args, plan, workspace);                          \
+    }
+#define GK_DEFINE_BLOCKS(id, ...) \
+    extern "C" int gk_blocks_##id(void) { return __VA_ARGS__(); }
+
 /* Kernels report bad contents of index tensors here; see gk_device_error. */
 __device__ __forceinline__ void report(uint8_t *error_word, gk_device_error kind) {
     if (error_word) *(volatile uint8_t *)(error_word + kind) = 1;

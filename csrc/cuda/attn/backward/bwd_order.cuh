@@ -7,7 +7,7 @@
 #define GPUKERN_CUDA_BWD_ORDER_CUH
 
 #include "../../layout/layout.cuh"
-#include "../../tile/divisor.cuh"
+#include "../../tile/divisor.h"
 
 /* ---- the order of a grid's blocks ------------------------------------------------------------ */
 /* The kinds of task. A work unit is one kv head of one batch entry, with the query heads of its

@@ -17,7 +17,7 @@
 #define GPUKERN_CUDA_FWD_SCHEDULE_CUH
 
 #include "../../layout/layout.cuh" /* GK_HD */
-#include "../../tile/divisor.cuh"
+#include "../../tile/divisor.h"
 
 /* A group of tiles that are scheduled one by one: `count` tiles, longest first. For each length
  * there is one tile from each of the last `heads` heads; `tile` is the index of the longest. */

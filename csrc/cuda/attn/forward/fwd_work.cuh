@@ -6,7 +6,7 @@
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
 #include "gpukern.h"
-#include "../../tile/divisor.cuh"
+#include "../../tile/divisor.h"
 #include "fwd_rows.cuh"
 #include "../split_combine.cuh"
 #include "../tiles.h"

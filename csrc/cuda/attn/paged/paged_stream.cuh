@@ -19,7 +19,7 @@
 #include "../../ptx/laneid.cuh"
 #include "../../ptx/prefetch_l2.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../tile/divisor.cuh"
+#include "../../tile/divisor.h"
 #include "../../tile/tma_ring.cuh"
 #include "paged_plan.cuh"
 #include "paged_tiles.h"

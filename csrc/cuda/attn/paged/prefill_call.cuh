@@ -5,7 +5,7 @@
 #ifndef GPUKERN_CUDA_PREFILL_CALL_CUH
 #define GPUKERN_CUDA_PREFILL_CALL_CUH
 
-#include "../../tile/divisor.cuh"
+#include "../../tile/divisor.h"
 #include "../problem.cuh"
 
 /* ---- 1. on the device ------------------------------------------------------------------------ */

@@ -90,12 +90,9 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_instance(of_mode, ctx, plan, workspace);
 }
 
-const gk_cuda_instance instances[] = {
-    HOPPER_INSTANCE("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
-    HOPPER_INSTANCE("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
-};
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_pingpong_sm90a_table = {
-    instances, sizeof instances / sizeof instances[0], 90, planned_elsewhere};
+#define SM90_PING_PONG(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, \
+                       bytes)                                                                \
+    HOPPER_LAUNCH_16(gemm_pingpong_sm90a, type, bytes)
+#include "instances.def"

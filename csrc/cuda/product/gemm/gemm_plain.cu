@@ -26,6 +26,7 @@
 #include "../../layout/banks.cuh"
 #include "../../tile/pipeline.cuh"
 #include "order.cuh"
+#include "plain_plan.h"
 #include "split.cuh"
 #include "tiles.h"
 
@@ -123,10 +124,7 @@ template <class T, int BX, class Tile, bool ALONG_K> struct PlainCopy {
     }
 };
 
-struct Params {
-    GemmProblem p;
-    bool a_along_k, a_vectors, b_along_k, b_vectors;
-};
+typedef PlainPlan Params;
 
 /* ---- 2 the kernel ---------------------------------------------------------------------------- */
 template <class T, int V> __device__ __forceinline__ void load_group(T *v, const T *from_s) {
@@ -244,119 +242,6 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
 }
 
 /* ---- 4 the launch ---------------------------------------------------------------------------- */
-int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
-
-/* Lanes run along the dimension with the smaller stride. A broadcast dimension has stride 0,
- * which counts as dense. */
-template <class T> Params params_of(const gk_gemm_args *args) {
-    Params x = {};
-    GemmProblem &p = x.p = gemm_problem_of(args);
-    if (p.m == 1 && p.n > 1) p = gemm_swapped(p); /* treat a row as a column */
-    x.a_along_k = magnitude(p.a_k) < magnitude(p.a_m) || p.m == 1;
-    x.b_along_k = magnitude(p.b_k) < magnitude(p.b_n) || p.n == 1;
-    x.a_vectors = p.a_m == 1 && gemm_aligned(p.a, element<T>::dtype, p.a_k, p.a_batch, p.ndim);
-    x.b_vectors = p.b_n == 1 && gemm_aligned(p.b, element<T>::dtype, p.b_k, p.b_batch, p.ndim);
-    return x;
-}
-
-template <class Tile> int64_t tiles_of(const GemmProblem &p) {
-    return gk_max_i64(1, gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch);
-}
-
-/* The number of splits of k that fills the SMs once. */
-template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
-    const int64_t most = gk_clamp_i64(p.k / (PLAIN_SPLIT_STEPS * Tile::BK), 1, MAX_SPLITS);
-    return gk_clamp_i64(sms * Tile::PER_SM / tiles_of<Tile>(p), 1, most);
-}
-
-int64_t blocks_of(const GemmProblem &p) {
-    return (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch;
-}
-
-template <class T, class Tile>
-void plan_tiles(const gk_cuda_instance *row, const gk_context *ctx, const Params &given,
-                gk_plan *to) {
-    Params &x = gk_own<Params>(to) = given;
-    GemmProblem &p = x.p;
-    p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM);
-    p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN);
-    p.group = GROUP_ROWS;
-    p.splits = (int)splits_of<Tile>(p, gk_gpu_of(ctx->index)->num_sms);
-    p.split_k = gk_round_up(gk_ceil_div(gk_max_i64(p.k, 1), p.splits), Tile::BK);
-    p.splits = (int)gk_max_i64(1, gk_ceil_div(p.k, p.split_k));
-    to->kernel = row;
-    to->tile[0] = Tile::BM;
-    to->tile[1] = Tile::BN;
-    to->tile[2] = Tile::BK;
-    to->tasks = blocks_of(p);
-    to->chunks = p.splits;
-    to->workspace_bytes = partials_bytes(p, p.splits, sizeof(T));
-}
-
-/* Expected time: the tiles of the busiest SM, which runs PER_SM at once, and the second kernel
- * of split-K. */
-template <class Tile> double us_of(const GemmProblem &p, const gk_gpu *gpu, int percent) {
-    const int64_t splits = splits_of<Tile>(p, gpu->num_sms);
-    const int64_t busiest = gk_ceil_div(tiles_of<Tile>(p) * splits, gpu->num_sms),
-                  last = busiest % Tile::PER_SM;
-    /* With a few tiles, nothing hides their waits. */
-    const double least = PLAIN_ALONE_PERCENT * 0.01 * Tile::PER_SM;
-    const double tiles = (double)(busiest - last) + (last == 0              ? 0
-                                                     : (double)last > least ? (double)last
-                                                                            : least);
-    const double flops = 2.0 * tiles * Tile::BM * Tile::BN * (double)p.k / (double)splits;
-    return flops / (256 * gpu->clock_khz * 1e-3 * percent * 0.01) +
-           PLAIN_ROUND_US * (double)gk_ceil_div(busiest, Tile::PER_SM) + reduce_us(p, splits);
-}
-
-enum {
-    F32_LARGE,
-    F32_MIDDLE,
-    F32_SMALL,
-    F64
-};
-extern const gk_cuda_instance *const plain_instances;
-
-template <class T, class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
-    plan_tiles<T, Tile>(row, ctx, params_of<T>((const gk_gemm_args *)args), to);
-    return true;
-}
-
-/* Plans the call with the tile of the least expected time. */
-bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
-    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    if (args->a.dtype == GK_F64)
-        return plan<double, PlainF64>(&plain_instances[F64], ctx, args, to);
-    if (args->a.dtype != GK_F32) return false;
-    const Params x = params_of<float>(args);
-    const GemmProblem &p = x.p;
-    const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    /* With few tiles, the small tile's two-level sums keep the error down: one chain of sums
-     * errs more than twice as much as a split of k would. It also spares small calls the host
-     * time of the estimates. */
-    if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) {
-        plan_tiles<float, PlainF32Small>(&plain_instances[F32_SMALL], ctx, x, to);
-        return true;
-    }
-    const bool aligned =
-        gemm_aligned(p.a, GK_F32, x.a_along_k ? p.a_m : p.a_k, p.a_batch, p.ndim) &&
-        gemm_aligned(p.b, GK_F32, x.b_along_k ? p.b_n : p.b_k, p.b_batch, p.ndim);
-    const double large_us =
-                     us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
-                 middle_us = us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
-                 small_us = us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT);
-    if (large_us <= middle_us && large_us <= small_us)
-        plan_tiles<float, PlainF32>(&plain_instances[F32_LARGE], ctx, x, to), to->us = large_us;
-    else if (middle_us <= small_us)
-        plan_tiles<float, PlainF32Middle>(&plain_instances[F32_MIDDLE], ctx, x, to),
-            to->us = middle_us;
-    else
-        plan_tiles<float, PlainF32Small>(&plain_instances[F32_SMALL], ctx, x, to),
-            to->us = small_us;
-    return true;
-}
-
 template <class T, class Tile> int blocks_an_sm() {
     return blocks_per_sm<gemm_plain_kernel<T, Tile, true, false>>(threads_of<Tile>(),
                                                                   Map<T, Tile>::SMEM_BYTES);
@@ -385,18 +270,9 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return status == GK_OK && p.splits > 1 ? launch_reduce<T>(ctx, p) : status;
 }
 
-#define ROW(name, T, Tile) \
-    {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
-
-const gk_cuda_instance instances[] = {
-    ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */
-    ROW("gemm_plain_f32_128x128x8", float, PlainF32Middle),
-    ROW("gemm_plain_f32_64x64x16", float, PlainF32Small),
-    ROW("gemm_plain_f64_64x64x16", double, PlainF64),
-};
-const gk_cuda_instance *const plain_instances = instances;
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_plain_table = {
-    instances, sizeof instances / sizeof instances[0], 80, plan_best};
+#define PLAIN(type, name, dtype, T, ...)              \
+    GK_DEFINE_LAUNCH(gemm_plain_##type, run<T, type>) \
+    GK_DEFINE_BLOCKS(gemm_plain_##type, blocks_an_sm<T, type>)
+#include "instances.def"

@@ -8,7 +8,7 @@
  * of 8. Misaligned instances take other rows and any K (misaligned.cuh).
  *
  * Grid: at most one block an SM. All blocks take equally many tiles of R <= ROWS weights
- * (`plan_problem` chooses R), over all of k. The warps split k: warp w takes every
+ * (skinny_plan.c chooses R), over all of k. The warps split k: warp w takes every
  * SKINNY_WARPS-th 32 of k. Their sums meet in shared memory and are added in the order of the
  * warps. In mma.m16n8k16, weights are the 16 rows and tokens the 8 columns.
  *
@@ -30,12 +30,14 @@
 #include "../../tile/pipeline.cuh"
 #include "../../host/launch.cuh"
 #include "misaligned.cuh"
+#include "skinny_plan.h"
 #include "split.cuh"
 #include "tiles.h"
 
 namespace {
 
-constexpr int THREADS = SKINNY_WARPS * 32, STEP = 32, BLOCK_STEP = SKINNY_WARPS * STEP;
+constexpr int THREADS = SKINNY_WARPS * 32, STEP = 32, BLOCK_STEP = SKINNY_BLOCK_STEP;
+static_assert(BLOCK_STEP == SKINNY_WARPS * STEP, "each warp has a step");
 
 /* ---- 1 shared memory ------------------------------------------------------------------------- */
 template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
@@ -64,10 +66,7 @@ template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
     static_assert(STAGES >= 3, "a step is copied while another is computed");
 };
 
-struct Params {
-    GemmProblem p;
-    uintptr_t first_w, first_x; /* misaligned: lowest addresses of the weights and the tokens */
-};
+typedef SkinnyPlan Params;
 
 /* ---- 2 copies of one warp -------------------------------------------------------------------- */
 /* A warp copies a tile; a lane takes one chunk of every ROWS-th row. Invalid rows and columns
@@ -243,136 +242,11 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     cp_async_wait_group<0>();
 }
 
-/* ---- 5 the plan ------------------------------------------------------------------------------ */
-/* Of an instance: most tokens, most weights of a tile, bytes of shared memory, and whether it
- * takes misaligned rows. */
-enum Key {
-    KEY_TOKENS,
-    KEY_ROWS,
-    KEY_SMEM,
-    KEY_MISALIGNED
-};
-
-bool is_aligned(const GemmProblem &p, gk_dtype dtype) {
-    if (p.k % 8 != 0 || !gemm_aligned(p.a, dtype, p.a_m, p.a_batch, p.ndim)) return false;
-    if (p.b_k == 1) return gemm_aligned(p.b, dtype, p.b_n, p.b_batch, p.ndim);
-    return p.n % 8 == 0 && gemm_aligned(p.b, dtype, p.b_k, p.b_batch, p.ndim);
-}
-
-/* If k is shorter than a step of the block, some warps have no work. Kernels with small tiles
- * are then faster. */
-bool fits(const GemmProblem &p, gk_dtype dtype, bool misaligned) {
-    if (p.m > SKINNY_MAX_TOKENS || p.m == 0 || p.k < BLOCK_STEP) return false;
-    return p.a_k == 1 && (p.b_k == 1 || p.b_n == 1) && is_aligned(p, dtype) != misaligned;
-}
-
-/* Finds the problem or its transpose, whichever fits and has fewer tokens. */
-bool find_problem(const gk_gemm_args *args, bool misaligned, GemmProblem *p) {
-    const gk_dtype dtype = args->a.dtype;
-    *p = gemm_problem_of(args);
-    bool good = fits(*p, dtype, misaligned);
-    if (p->n <= SKINNY_MAX_TOKENS && (!good || p->n < p->m)) {
-        const GemmProblem swapped = gemm_swapped(*p);
-        if (fits(swapped, dtype, misaligned)) {
-            *p = swapped;
-            good = true;
-        }
-    }
-    return good;
-}
-
-/* Chooses R (`group`) so that every SM gets equally many tiles. */
-bool plan_problem(const gk_context *ctx, const void *args, bool misaligned, GemmProblem *p) {
-    if (!find_problem((const gk_gemm_args *)args, misaligned, p)) return false;
-    const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
-    if (p->b_k == 1) {
-        const int64_t rounds = gk_ceil_div(rows, SKINNY_ROWS * sms);
-        p->group = (int)gk_round_up(gk_ceil_div(rows, rounds * sms), 8);
-    } else { /* MN-major: a tile must be whole sectors of 32 bytes */
-        int64_t least = INT64_MAX;
-        for (int r = 16; r <= SKINNY_ROWS; r *= 2)
-            if (gk_ceil_div(rows, r * sms) * r <= least) {
-                least = gk_ceil_div(rows, r * sms) * r;
-                p->group = r;
-            }
-    }
-    p->tiles_m = 1;
-    p->tiles_n = (int)gk_ceil_div(p->n, p->group);
-    p->splits = 1;
-    p->split_k = gk_round_up(p->k, BLOCK_STEP);
-    return true;
-}
-
-/* The number of blocks: at most one an SM, with equally many tiles each. */
-int64_t blocks_of(const gk_context *ctx, const GemmProblem &p) {
-    const int64_t tiles = (int64_t)p.tiles_n * p.batch;
-    return gk_max_i64(
-        1, gk_ceil_div(tiles, gk_max_i64(1, gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms))));
-}
-
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const GemmProblem &p) {
-    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] &&
-           smem_fits(ctx, row->key[KEY_SMEM]);
-}
-
-/* The lowest address of a [batch][x][k] operand. */
-uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
-                 const GemmProblem &p, const int64_t *batch) {
-    int64_t at = gk_min_i64(0, (x - 1) * x_stride) + gk_min_i64(0, (k - 1) * k_stride);
-    for (int d = 0; d < p.ndim; ++d) at += gk_min_i64(0, (p.shape[d] - 1) * batch[d]);
-    return (uintptr_t)data + (uintptr_t)(at * 2);
-}
-
-/* Fills in the rest of the plan; x.p has been planned. */
-void plan_instance(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
-    Params &x = gk_own<Params>(to);
-    const GemmProblem &p = x.p;
-    x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
-    x.first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
-    to->kernel = row;
-    to->tile[0] = row->key[KEY_TOKENS];
-    to->tile[1] = p.group;
-    to->tile[2] = BLOCK_STEP;
-    to->tasks = (int64_t)p.tiles_n * p.batch;
-    /* tiles that a block takes one after the other */
-    to->waves = (double)gk_ceil_div(to->tasks, blocks_of(ctx, p));
-}
-
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
-    GemmProblem &p = gk_own<Params>(to).p;
-    if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p))
-        return false;
-    plan_instance(row, ctx, to);
-    return true;
-}
-
-extern const gk_cuda_instance *const skinny_instances;
-extern const int num_skinny_instances;
-
-bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
-    const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
-    if (dtype != GK_BF16 && dtype != GK_F16) return false;
-    GemmProblem &p = gk_own<Params>(to).p;
-    bool misaligned = false;
-    if (!plan_problem(ctx, args, false, &p)) {
-        misaligned = true;
-        if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST)
-            return false;
-    }
-    for (const gk_cuda_instance *row = skinny_instances;
-         row < skinny_instances + num_skinny_instances; ++row)
-        if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
-            plan_instance(row, ctx, to);
-            return true;
-        }
-    return false;
-}
-
-/* ---- 6 the launch ---------------------------------------------------------------------------- */
+/* ---- 5 the launch ---------------------------------------------------------------------------- */
 template <class T, int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED>
 gk_status start(const gk_context *ctx, const Params &x) {
     return launch<gemm_skinny_kernel<T, TOKENS, ROWS, ALONG_N, MISALIGNED>>(
-        "gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, x.p)), THREADS,
+        "gk_gemm", ctx, dim3((unsigned)skinny_blocks(ctx, &x.p)), THREADS,
         Smem<TOKENS, ROWS, ALONG_N, MISALIGNED>::BYTES, x);
 }
 
@@ -390,23 +264,12 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
     return along_k > along_n ? along_k : along_n;
 }
 
-#define ROW(name, T, tokens, rows, misaligned)                        \
-    {"gemm_skinny_" name "_" #tokens "x" #rows,                       \
-     element<T>::dtype,                                               \
-     plan,                                                            \
-     run<T, tokens, rows, misaligned>,                                \
-     {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, \
-     NULL}
-#define ROWS_16(name, T)                                                                 \
-    ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), \
-        ROW(name, T, 16, 64, false), ROW("misaligned_" name, T, 16, 32, true),           \
-        ROW("misaligned_" name, T, 16, 64, true)
-
-const gk_cuda_instance instances[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
-const gk_cuda_instance *const skinny_instances = instances;
-const int num_skinny_instances = sizeof instances / sizeof instances[0];
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_table = {
-    instances, sizeof instances / sizeof instances[0], 80, plan_best};
+#define INSTANCE(short, T, name, tokens, rows, misaligned) \
+    GK_DEFINE_LAUNCH(gemm_skinny_##short##_##name##_##misaligned, run<T, tokens, rows, misaligned>)
+#define SKINNY(name, tokens, rows, misaligned, bytes)                                      \
+    static_assert(smem_of<tokens, rows, misaligned>() == (bytes), "instances.def: BYTES"); \
+    INSTANCE(bf16, __nv_bfloat16, name, tokens, rows, misaligned)                          \
+    INSTANCE(f16, __half, name, tokens, rows, misaligned)
+#include "instances.def"

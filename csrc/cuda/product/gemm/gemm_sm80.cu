@@ -7,8 +7,8 @@
  * are float32 and rounded once.
  *
  * Grid: a block for each tile BM x BN of one split of k of one batch entry, in the order of
- * order.cuh. A warp owns WM x WN. With few tiles, k is split (split.cuh). `plan_of` estimates
- * each instance's time, and the fastest is used.
+ * order.cuh. A warp owns WM x WN. With few tiles, k is split (split.cuh). sm80_plan.c chooses the
+ * instance.
  *
  * Shared memory: the ring of mainloop_sm80.cuh. After the last step the same bytes hold the
  * sums:
@@ -17,6 +17,7 @@
  * Refuses: float32 in full precision, float64, misaligned tf32 (gemm_plain). */
 #include "mainloop_sm80.cuh"
 #include "order.cuh"
+#include "sm80_plan.h"
 #include "split.cuh"
 #include "tiles.h"
 
@@ -111,130 +112,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
     }
 }
 
-/* ---- 3 the plan ------------------------------------------------------------------------------ */
-/* The layout of both operands. ANY if the rows of either are not whole 16-byte chunks. */
-int mode_of(const GemmProblem &p, gk_dtype dtype) {
-    const bool a_k = p.a_k == 1 && gemm_aligned(p.a, dtype, p.a_m, p.a_batch, p.ndim);
-    const bool a_m = p.a_m == 1 && gemm_aligned(p.a, dtype, p.a_k, p.a_batch, p.ndim);
-    const bool b_k = p.b_k == 1 && gemm_aligned(p.b, dtype, p.b_n, p.b_batch, p.ndim);
-    const bool b_n = p.b_n == 1 && gemm_aligned(p.b, dtype, p.b_k, p.b_batch, p.ndim);
-    if ((a_k || a_m) && (b_k || b_n)) return (a_k ? 0 : A_ALONG_M) | (b_k ? 0 : B_ALONG_N);
-    return ANY | (llabs(p.a_m) < llabs(p.a_k) && p.m > 1 ? A_ALONG_M : 0) |
-           (llabs(p.b_n) < llabs(p.b_k) && p.n > 1 ? B_ALONG_N : 0);
-}
-
-enum Key { /* of an instance */
-    KEY_BM,
-    KEY_BN,
-    KEY_BK,
-    KEY_PER_SM,
-    KEY_PERCENT, /* of the dense peak */
-    KEY_SMEM,    /* bytes of a block, in the mode that needs most */
-    KEY_ANY      /* ANY in the instances that serve every alignment, else 0 */
-};
-
-struct Plan {
-    int splits;
-    int64_t split_k;
-    double us;
-};
-constexpr double FOREVER_US = 1e30;
-
-/* Estimates the time of an instance over all numbers of splits: the blocks of the busiest SM,
- * one after the other or PER_SM at once, and the second kernel of split-K. It stops early if no
- * time below `below` is possible; us is then `below`. */
-Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, double below) {
-    const int32_t *key = row->key;
-    const int64_t bm = key[KEY_BM], bn = key[KEY_BN], bk = key[KEY_BK], per_sm = key[KEY_PER_SM];
-    const int64_t tiles = gk_ceil_div(p.m, bm) * gk_ceil_div(p.n, bn) * p.batch;
-    const int64_t steps = gk_max_i64(1, gk_ceil_div(p.k, bk));
-    const double peak = (gpu->arch == 90 ? 4096 : 2048) / (row->dtype == GK_F32 ? 2.0 : 1.0) *
-                        gpu->clock_khz * 1e-3;
-    const double step_us = 2.0 * (double)(bm * bn * bk) / (peak * key[KEY_PERCENT] * 0.01);
-    Plan best = {1, steps * bk, below};
-    const int64_t most = gk_clamp_i64(steps / 4, 1, MAX_SPLITS);
-    int64_t each = 0;
-    for (int64_t s = 1; s <= most; ++s) {
-        const int64_t before = each;
-        each = gk_ceil_div(steps, s);
-        if (each == before) continue; /* the same splits as before */
-        const int64_t parts = gk_ceil_div(steps, each);
-        const double reduce = reduce_us(p, parts);
-        if (parts > 1 && BLOCK_US + reduce >= best.us) break; /* reduce only grows with s */
-        const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
-        /* Nothing hides a lone block's waits. */
-        const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1;
-        const double us = (double)(busiest * each) * step_us * alone +
-                          BLOCK_US * (double)gk_ceil_div(busiest, per_sm) + reduce;
-        if (us < best.us) best = {(int)parts, each * bk, us};
-    }
-    return best;
-}
-
-extern const gk_cuda_instance *const sm80_instances;
-extern const int num_sm80_instances;
-
-/* Whether any instance serves the call. */
-bool serves(const gk_gemm_args *args, const GemmProblem &p) {
-    if (args->a.dtype == GK_F64) return false;
-    if (args->a.dtype != GK_F32) return true;
-    /* A matrix times a vector is bound by memory. gemm_plain computes it in full float32 at the
-     * same speed. */
-    return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
-}
-
-bool plan_instance(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best,
-                   gk_plan *to) {
-    GemmProblem &p = gk_own<GemmProblem>(to) = problem;
-    p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]);
-    p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
-    p.group = GROUP_ROWS;
-    p.splits = best.splits;
-    p.split_k = best.split_k;
-    to->kernel = row;
-    to->us = best.us;
-    to->tile[0] = row->key[KEY_BM];
-    to->tile[1] = row->key[KEY_BN];
-    to->tile[2] = row->key[KEY_BK];
-    to->tasks = (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch;
-    to->chunks = p.splits;
-    to->workspace_bytes = partials_bytes(p, p.splits, sizeof(float));
-    return true;
-}
-
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
-    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    const GemmProblem p = gemm_problem_of(args);
-    if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) ||
-        !smem_fits(ctx, row->key[KEY_SMEM]))
-        return false;
-    return plan_instance(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
-}
-
-/* Plans the call with the fastest instance among those that fit the GPU and serve the mode. */
-bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
-    const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    const GemmProblem p = gemm_problem_of(args);
-    if (!serves(args, p)) return false;
-    const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const int any = mode_of(p, args->a.dtype) & ANY;
-    const gk_cuda_instance *best = NULL;
-    Plan best_plan = {1, 0, FOREVER_US};
-    for (int i = 0; i < num_sm80_instances; ++i) {
-        const gk_cuda_instance *r = &sm80_instances[i];
-        if (r->dtype != args->a.dtype || r->key[KEY_ANY] != any ||
-            r->key[KEY_SMEM] > gpu->smem_per_block)
-            continue;
-        const Plan plan = plan_of(r, gpu, p, best_plan.us);
-        if (!best || plan.us < best_plan.us) {
-            best = r;
-            best_plan = plan;
-        }
-    }
-    return best && plan_instance(best, p, best_plan, to);
-}
-
-/* ---- 4 the launch ---------------------------------------------------------------------------- */
+/* ---- 3 the launch ---------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
 gk_status start(const gk_context *ctx, const GemmProblem &p) {
     const dim3 grid((unsigned)((int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch));
@@ -245,11 +123,12 @@ gk_status start(const gk_context *ctx, const GemmProblem &p) {
 /* FIRST: 0, or ANY for the instances that serve every alignment. */
 template <class T, class Tile, int FIRST>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    GemmProblem p = gk_own<GemmProblem>(plan);
+    const Sm80Plan &own = gk_own<Sm80Plan>(plan);
+    GemmProblem p = own.p;
     if (p.m == 0 || p.n == 0 || p.batch == 0) return GK_OK;
     p.partials = workspace;
     gk_status status;
-    switch (mode_of(p, element<T>::dtype) & 3) {
+    switch (own.mode & 3) {
     case 0: status = start<T, Tile, FIRST>(ctx, p); break;
     case 1: status = start<T, Tile, FIRST + 1>(ctx, p); break;
     case 2: status = start<T, Tile, FIRST + 2>(ctx, p); break;
@@ -263,31 +142,15 @@ template <class T, class Tile, int FIRST> int blocks_an_sm() {
                                                            Smem<T, Tile, FIRST>::BYTES);
 }
 
-#define ROW(name, T, Tile, first, percent)                                                  \
-    {name,                                                                                  \
-     element<T>::dtype,                                                                     \
-     plan,                                                                                  \
-     run<T, Tile, first>,                                                                   \
-     {Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES, \
-      first},                                                                               \
-     blocks_an_sm<T, Tile, first>}
-#define ROWS_16(name, T)                                                             \
-    ROW("gemm_sm80_" name "_256x128x64", T, Tile16_256x128, 0, PERCENT_256x128),     \
-        ROW("gemm_sm80_" name "_128x128x64", T, Tile16_128x128, 0, PERCENT_128x128), \
-        ROW("gemm_sm80_" name "_64x128x64", T, Tile16_64x128, 0, PERCENT_64x128),    \
-        ROW("gemm_sm80_" name "_64x64x64", T, Tile16_64x64, 0, PERCENT_64x64),       \
-        ROW("gemm_sm80_any_" name "_128x128x32", T, Tile16_any, ANY, PERCENT_ANY)
-
-const gk_cuda_instance instances[] = {
-    ROWS_16("bf16", __nv_bfloat16),
-    ROWS_16("f16", __half),
-    ROW("gemm_sm80_tf32_128x128x32", float, Tile32_128x128, 0, PERCENT_TF32),
-    ROW("gemm_sm80_tf32_64x64x32", float, Tile32_64x64, 0, PERCENT_TF32_64x64),
-};
-const gk_cuda_instance *const sm80_instances = instances;
-const int num_sm80_instances = sizeof instances / sizeof instances[0];
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm80_table = {
-    instances, sizeof instances / sizeof instances[0], 80, plan_best};
+#define INSTANCE(id, T, type, any, bytes)                                                    \
+    static_assert(Smem<T, type, (any) * ANY + 3>::BYTES == (bytes), "instances.def: BYTES"); \
+    GK_DEFINE_LAUNCH(gemm_sm80_##id##_##type, run<T, type, (any) * ANY>)                     \
+    GK_DEFINE_BLOCKS(gemm_sm80_##id##_##type, blocks_an_sm<T, type, (any) * ANY>)
+#define SM80_16(type, name, bm, bn, bk, stages, wm, wn, per_sm, any, percent, bytes) \
+    INSTANCE(bf16, __nv_bfloat16, type, any, bytes)                                  \
+    INSTANCE(f16, __half, type, any, bytes)
+#define SM80_TF32(type, name, bm, bn, bk, stages, wm, wn, per_sm, any, percent, bytes) \
+    INSTANCE(tf32, float, type, any, bytes)
+#include "instances.def"

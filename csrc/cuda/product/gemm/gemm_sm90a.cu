@@ -2,7 +2,6 @@
 /* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper for bfloat16 and float16, by
  * WGMMA with operands copied by TMA. It uses the cooperative schedule: the consumer warpgroups
  * of a block share a tile, BM / WGS rows each. hopper.cuh describes what all schedules share.
- * This file also has the plan for all of Hopper's gemm tables.
  *
  * a [batch, M, K], b [batch, K, N]: each K-major or MN-major, with other strides that are
  * multiples of 16 bytes. Any other operand is first copied into the call's workspace
@@ -98,17 +97,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
     block.leave();
 }
 
-/* ---- the plan of all schedules, and the launch ----------------------------------------------- */
-extern "C" const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
-    gk_gemm_swapab_sm90a_table, gk_gemm_tf32_sm90a_table;
-
-bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
-    static const gk_cuda_table *const schedules[] = {
-        &gk_gemm_sm90a_table, &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
-        &gk_gemm_tf32_sm90a_table};
-    return plan_hopper(schedules, sizeof schedules / sizeof schedules[0], ctx, args, to);
-}
-
+/* ---- the launch ------------------------------------------------------------------------------ */
 template <class T, class Tile>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     static constexpr Instance of_mode[] = {
@@ -119,28 +108,13 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_instance(of_mode, ctx, plan, workspace);
 }
 
-#define ROWS(name, T)                                                              \
-    HOPPER_INSTANCE("gemm_sm90a_" name "_128x256x64", T, Coop128x256),             \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_128x224x64", T, Coop128x224),         \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_128x192x64", T, Coop128x192),         \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x96x64_t4", T, Coop64x96Four),      \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x160x64_t4", T, Coop64x160Four),    \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x224x64_t4", T, Coop64x224Four),    \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x256x64_t4", T, Coop64x256Four),    \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64_t8", T, Coop128x128Eight), \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_128x96x64_t8", T, Coop128x96Eight),   \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \
-        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
-
-const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm90a_table = {
-    instances, sizeof instances / sizeof instances[0], 90, plan_best};
+/* The plan halves tiles (HALVES) where the kernel can (TAIL). */
+#define SM90_COOP(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, bytes) \
+    static_assert(TAIL<__nv_bfloat16, type, 0> == ((COOP_TRAITS(wgs, tiles) & HALVES) != 0) && \
+                      (type::ACROSS != 0) == ((COOP_TRAITS(wgs, tiles) & GRID) != 0),          \
+                  "traits");                                                                   \
+    HOPPER_LAUNCH_16(gemm_sm90a, type, bytes)
+#define SM90_NARROW SM90_COOP
+#include "instances.def"

@@ -64,16 +64,8 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_instance(of_mode, ctx, plan, workspace);
 }
 
-#define ROWS(name, T)                                                                  \
-    HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x16x256_k2", T, SwapAB64x16),        \
-        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32),    \
-        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64),    \
-        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x96x64_t4", T, SwapAB64x96Four), \
-        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x160x64_t4", T, SwapAB64x160Four)
-
-const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_swapab_sm90a_table = {
-    instances, sizeof instances / sizeof instances[0], 90, planned_elsewhere};
+#define SM90_SWAP_AB(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, bytes) \
+    HOPPER_LAUNCH_16(gemm_swapab_sm90a, type, bytes)
+#include "instances.def"

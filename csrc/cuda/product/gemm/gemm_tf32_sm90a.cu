@@ -106,20 +106,9 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return run_instance(only, ctx, plan, workspace);
 }
 
-const gk_cuda_instance instances[] = {
-    HOPPER_INSTANCE("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_64x128x32", float, Tf32_64x128),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_128x128x32_k2", float, Tf32_128x128Split),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_64x64x32_k2", float, Tf32_64x64Split),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_256x128x32", float, Tf32SwapAB256x128),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x128x32", float, Tf32SwapAB128x128),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x128x32_k2", float, Tf32SwapAB128x128Split),
-    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x64x32_k2", float, Tf32SwapAB128x64Split),
-};
-
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_tf32_sm90a_table = {
-    instances, sizeof instances / sizeof instances[0], 90, planned_elsewhere};
+#define SM90_TF32(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, bytes) \
+    HOPPER_LAUNCH(gemm_tf32_sm90a_##type, float, type, bytes)
+#define SM90_TF32_SWAP_AB SM90_TF32
+#include "instances.def"

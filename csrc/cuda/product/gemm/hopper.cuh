@@ -43,7 +43,7 @@
 #include "copies.cuh"
 #include "epilogue.cuh"
 #include "exchange.cuh"
-#include "operands.cuh"
+#include "operands.h"
 #include "order.cuh"
 #include "store_any.cuh"
 #include "store_panels.cuh"

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule. It
- * makes tensor maps and parameters, launches the kernel, and defines the rows of the instance
- * tables. */
+ * makes tensor maps and parameters and launches the kernel that sm90_plan.c chose. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 
 #include "../../host/launch.cuh"
 #include "hopper.cuh"
-#include "sm90_plan.cuh"
+#include "sm90_plan.h"
 
 namespace {
+
+static_assert((int)SM90_ROW_BYTES == (int)WGMMA_ROW_BYTES, "the plan rounds k up to whole rows");
 
 /* What the host needs to know about an instance of a kernel. */
 struct Instance {
@@ -75,8 +76,9 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     const bool by_panels =
         in.by_panels && alike &&
         (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
-    const TensorShape out = result_of(x->p, swapab, false), preact = result_of(x->p, swapab, true);
-    const bool chunks = whole_chunks(x->p, dtype, swapab);
+    const TensorShape out = result_of(&x->p, swapab, false),
+                      preact = result_of(&x->p, swapab, true);
+    const bool chunks = whole_chunks(&x->p, dtype, swapab);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
         return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel, map) == GK_OK;
     };
@@ -100,7 +102,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     /* The store reads the bias two columns at a time. */
     if (x->unaligned && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
     x->across = !swapab && !x->unaligned && !e.out_vectors;
-    if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
+    if (x->across) x->p.epilogue = gemm_swapped(&x->p).epilogue;
     return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
@@ -131,21 +133,14 @@ template <class T, class Tile> constexpr int smem_of() {
     return most;
 }
 
-template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) |
-           (Tile::NARROW ? NARROW : 0) | (TAIL<T, Tile, 0> ? HALVES : 0) |
-           (Tile::ACROSS ? GRID : 0);
-}
-
-#define HOPPER_INSTANCE(name, T, Tile)                                                  \
-    {name,                                                                              \
-     element<T>::dtype,                                                                 \
-     plan_hopper_instance,                                                              \
-     run<T, Tile>,                                                                      \
-     {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, \
-      traits_of<T, Tile>(), Tile::K64 * K_BLOCK<T>},                                    \
-     NULL}
-
 } // namespace
+
+/* The launch of an instance of instances.def. */
+#define HOPPER_LAUNCH(id, T, type, bytes)                                 \
+    static_assert(smem_of<T, type>() == (bytes), "instances.def: BYTES"); \
+    GK_DEFINE_LAUNCH(id, run<T, type>)
+#define HOPPER_LAUNCH_16(file, type, bytes)                       \
+    HOPPER_LAUNCH(file##_bf16_##type, __nv_bfloat16, type, bytes) \
+    HOPPER_LAUNCH(file##_f16_##type, __half, type, bytes)
 
 #endif

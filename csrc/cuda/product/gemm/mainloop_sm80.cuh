@@ -27,14 +27,9 @@
 #include "../../tile/copy.cuh"
 #include "../../tile/fragment.cuh"
 #include "../../tile/pipeline.cuh"
+#include "mode.h"
 
 namespace {
-
-enum Mode {
-    A_ALONG_M = 1,
-    B_ALONG_N = 2,
-    ANY = 4 /* any alignment and strides */
-};
 
 /* ---- 1 tiles in shared memory ---------------------------------------------------------------- */
 /* 32-bit elements [k][x], which lanes read one by one. Padding rows by 8 elements puts the 4 k

@@ -10,7 +10,7 @@
 #ifndef GPUKERN_CUDA_GEMM_ORDER_CUH
 #define GPUKERN_CUDA_GEMM_ORDER_CUH
 
-#include "../../tile/divisor.cuh"
+#include "../../tile/divisor.h"
 
 struct TilePlace {
     int row, col; /* counted in tiles */

@@ -9,19 +9,9 @@
 
 #include "../../host/launch.cuh"
 #include "epilogue.cuh"
-#include "tiles.h"
+#include "split.h"
 
 __host__ __device__ __forceinline__ int64_t partials_ld(int64_t n) { return (n + 7) / 8 * 8; }
-
-inline size_t partials_bytes(const GemmProblem &p, int splits, size_t each) {
-    return splits == 1 ? 0 : (size_t)splits * p.batch * p.m * partials_ld(p.n) * each;
-}
-
-/* Expected time of the second kernel; 0 for one split. */
-inline double reduce_us(const GemmProblem &p, int64_t splits) {
-    if (splits == 1) return 0;
-    return REDUCE_US + (double)splits * 8.0 * (double)(p.batch * p.m * p.n) / REDUCE_BYTES_PER_US;
-}
 
 /* Columns between n and ld are padding and may be written. */
 template <int COLS, class W>
