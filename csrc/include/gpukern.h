@@ -154,7 +154,8 @@ GK_API const char *gk_cuda_kernels(void);
 
 /* ---- what a call would do ------------------------------------------------------------------ */
 /* A device index for contexts of gk_explain_* and of nothing else: a GPU of that architecture that
- * need not be there. arch is "sm_80", "sm_86", "sm_89" or "sm_90". */
+ * need not be there. arch is "sm_80", "sm_86", "sm_89" or "sm_90". A library without CUDA explains
+ * gk_gemm there, and refuses the other ops. */
 GK_API gk_status gk_cuda_arch(const char *arch, int32_t *index);
 
 typedef struct gk_explanation {
