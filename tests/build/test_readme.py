@@ -136,6 +136,16 @@ def attention(direction, head_dim):
     return ratio(H100, "flash_attn", lambda row: row["group"].startswith(direction) and keep(row))
 
 
+def of_bf16(recipe):
+    """Tokens a second of a recipe over those of bfloat16, which runs first and again at the end;
+    for each number of requests."""
+    bench = results.load(ROOT / "benchmarks" / "results" / f"{H200}.csv")["benches"]["recipes"]
+    speed = {fact["label"]: fact["value"] for fact in bench["facts"]}
+    for requests in ("1 requests", "16 requests", "64 requests"):
+        base = (speed[f"bfloat16, {requests}"] + speed[f"bfloat16 again, {requests}"]) / 2
+        yield f"{speed[f'{recipe}, {requests}'] / base:.2f}", bench["date"]
+
+
 def of_group(*names):
     return lambda row: row["group"] in names
 
@@ -156,6 +166,7 @@ FIGURES = {
                  ratio(H100, "gemm_random_80808")],
     "decoding": [ratio(H200, "paged_attn"), ratio(H100, "paged_attn")],
     "transformers": [ratio(H100, "transformers", of_sdpa(step)) for step in ("prefill", "training")],
+    "decoding by an 8B": list(of_bf16("w4")),
     "mixtures": [ratio(H200, "moe", of_group(name)) for name in ("forward", "forward and backward")],
     "on two cores": [
         ratio(EPYC, "flash_attn", of_cpu("forward")),
