@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* tables.c: for each op, the tables of instances from its CUDA kernel files, best first.
- * dispatch.c asks them in this order and skips those for other architectures. A table with a plan
- * function chooses among its own instances. In other tables, the first instance that serves the
- * call is used.
+ * dispatch.c asks them in this order and skips those for other architectures. A table with a
+ * plan function chooses among its own instances. In other tables, the first instance that serves
+ * the call is used.
  *
  * gemm's tables are C files, so every build has them, and `explain gemm --arch` answers without
  * nvcc. The other tables are in the .cu files of their kernels. A build without nvcc lacks them. */
@@ -98,14 +98,14 @@ static const gk_cuda_table *const flash_attn_fwd_tables[] = {FLASH_ATTN_FWD(LIST
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {FLASH_ATTN_BWD(LISTED)};
 static const gk_cuda_table *const paged_attn_tables[] = {PAGED_ATTN(LISTED)};
 #undef LISTED
-#define ASKS(name, needs, allows) {needs, allows},
-typedef struct asks {
+#define FEATURES(name, needs, allows) {needs, allows},
+typedef struct features {
     int needs, allows;
-} asks;
-static const asks flash_attn_fwd_asks[] = {FLASH_ATTN_FWD(ASKS)};
-static const asks flash_attn_bwd_asks[] = {FLASH_ATTN_BWD(ASKS)};
-static const asks paged_attn_asks[] = {PAGED_ATTN(ASKS)};
-#undef ASKS
+} features;
+static const features flash_attn_fwd_features[] = {FLASH_ATTN_FWD(FEATURES)};
+static const features flash_attn_bwd_features[] = {FLASH_ATTN_BWD(FEATURES)};
+static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
+#undef FEATURES
 
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
@@ -162,23 +162,23 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
 }
 
 bool gk_cuda_takes(gk_op op, int table, const void *args) {
-    int asked = 0;
-    const asks *x;
+    int asked = 0; /* the features that the call needs */
+    const features *x;
     if (op == GK_OP_FLASH_ATTN_FWD) {
         const gk_flash_attn_args *a = args;
-        x = &flash_attn_fwd_asks[table];
+        x = &flash_attn_fwd_features[table];
         if (a->out.dtype != a->q.dtype || gk_accumulates(a)) asked |= PARTIAL;
         if (a->dropout_p > 0) asked |= DROPS;
         if (gk_scores_of(a)) asked |= SCORES;
     } else if (op == GK_OP_FLASH_ATTN_BWD) {
         const gk_flash_attn_bwd_args *g = args;
-        x = &flash_attn_bwd_asks[table];
+        x = &flash_attn_bwd_features[table];
         if (g->dq.dtype != g->fwd.q.dtype) asked |= PARTIAL;
         if (g->fwd.dropout_p > 0) asked |= DROPS;
         if (gk_scores_of_bwd(g)) asked |= SCORES;
     } else if (op == GK_OP_PAGED_ATTN) {
         const gk_paged_attn_args *a = args;
-        x = &paged_attn_asks[table];
+        x = &paged_attn_features[table];
         if (a->flags & GK_PAGED_BATCH_INVARIANT) asked |= INVARIANT;
     } else {
         return true;
