@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // schema.cpp: every schema of the plugin, and the ops that take no tensor.
 //
-//   X            returns the first result
+//   X            returns the first result, or all results if there is no X_fwd
 //   X_fwd        returns all results; X_bwd returns the gradients. torch_gpukern/ops builds
 //                autograd from the two.
 //   X_results    returns all results on the meta device, for fake tensors

@@ -177,7 +177,8 @@ typedef struct gk_explanation {
     int64_t workspace_bytes;
     /* CUDA: tasks / tasks that run at once; 0 if that is unknown without the GPU. CPU: 0. */
     double waves;
-    /* CUDA: the larger of bytes / bandwidth and flops / peak rate. CPU: 0. */
+    /* CUDA: the larger of bytes / bandwidth and flops / peak rate; 8-bit inputs: the first alone.
+     * CPU: 0. */
     double bound_us;
     /* 1: the instance is the one that gk_gemm_prefer named. Callers whose struct ends before this
      * field are served, too. */

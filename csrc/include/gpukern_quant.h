@@ -165,7 +165,8 @@ GK_API gk_status gk_explain_unpack_weight(const gk_context *, const gk_unpack_we
  * float32 sum of each group. Kernels do the latter for an e4m3 a, and where it is faster. */
 typedef struct gk_weight_gemm_args {
     size_t size;
-    gk_tensor a;      /* [..., M, K] bfloat16 or float16, any strides; or GK_E4M3 */
+    /* [..., M, K] bfloat16, float16 or GK_E4M3; any strides if 2-dimensional, else contiguous */
+    gk_tensor a;
     gk_tensor packed; /* [ceil(N / 64), ceil(K / 64), bytes] */
     /* [ceil(K / g), N], any strides. Groups of g = 16, 32, 64, 128, 256 or K elements; GK_MXFP4 has
      * g = 32 and GK_NVFP4 has g = 16. float32, or: GK_E8M0 with GK_MXFP4, GK_E4M3 with GK_NVFP4,
@@ -175,10 +176,10 @@ typedef struct gk_weight_gemm_args {
     gk_weight_format format;
     const gk_tensor *zero;         /* GK_UINT4: uint8, scale's shape; NULL = 8 */
     const gk_tensor *global_scale; /* GK_NVFP4: float32 [] or [1]; NULL = 1 */
-    const gk_tensor *scale_a;      /* if a is GK_E4M3: float32, one number or [M, 1] */
+    const gk_tensor *scale_a;      /* required if a is GK_E4M3: float32, one number or [M, 1] */
     const gk_tensor *bias;         /* [N], as in gk_scaled_gemm_args */
     gk_activation activation;
-    /* [..., M, N] contiguous; float32 or a's dtype, or bfloat16 or float16 if a is GK_E4M3 */
+    /* [..., M, N] contiguous; float32, or a's dtype (bfloat16 or float16 if a is GK_E4M3) */
     gk_tensor out;
     void *workspace;
     size_t workspace_bytes;
@@ -209,7 +210,7 @@ typedef struct gk_grouped_gemm_args {
     const gk_tensor *bias; /* [N] or [G, N], as in gk_scaled_gemm_args; NULL = none */
     gk_activation activation;
     gk_accumulate accumulate;
-    /* [M, N] or [G, M, N] contiguous; float32 or a's dtype, or bfloat16 or float16 if a is 8-bit */
+    /* [M, N] or [G, M, N] contiguous; float32, or a's dtype (bfloat16 or float16 if a is 8-bit) */
     gk_tensor out;
     void *workspace;
     size_t workspace_bytes;
@@ -251,7 +252,7 @@ typedef struct gk_sparse_gemm_args {
     const gk_tensor *scale_b; /* 8-bit w: one number or [1, N]; NULL = 1 */
     const gk_tensor *bias;    /* [N], as in gk_scaled_gemm_args; NULL = none */
     gk_activation activation;
-    /* [M, N] contiguous; float32 or a's dtype, or bfloat16 or float16 if a is 8-bit */
+    /* [M, N] contiguous; float32, or a's dtype (bfloat16 or float16 if a is 8-bit) */
     gk_tensor out;
     void *workspace;
     size_t workspace_bytes;
