@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// attn_mask.cpp: attn_mask, which stores any mask of attention in the form that the kernels read.
+// attn_mask.cpp: the op attn_mask, which stores an attention mask in the layout that the kernels
+// read (csrc/core/attn_mask.h).
 #include "gpukern.h"
 #include "words.h"
 
@@ -15,7 +16,7 @@ struct AttnMask {
     Tensor first; // the mask, the ranges, the columns or kv_num_blocks, [B, H, ...]
     String source;
     int64_t seq_q, seq_k;
-    OptTensor kv_indices, full_kv_num_blocks, full_kv_indices, mask; // of blocks
+    OptTensor kv_indices, full_kv_num_blocks, full_kv_indices, mask; // source "blocks" only
     bool is_bits, is_causal, transposed;
 
     GK_OP(attn_mask, gk_attn_mask_args, "attn_mask", 1)

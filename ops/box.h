@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// box.h: reads torch's stack of StableIValues into a struct of arguments, and puts results back.
+// box.h: converts torch's stack of StableIValues into a struct of arguments, and results back.
 //
-// A kernel is R kernel(Args &). Args is a plain struct whose members are the schema's arguments in
-// order, and torch calls boxed<kernel>. TORCH_BOX is not used: its reader of `str` never frees the
-// string, and it allocates a shared_ptr for each tensor. Both show in a call of 10 us.
+// A kernel is a function R kernel(Args &). Args is a plain struct whose members are the schema's
+// arguments, in order. torch calls boxed<kernel>.
+//
+// torch's own TORCH_BOX is not used: its reader of `str` never frees the string, and it allocates a
+// shared_ptr for each tensor. Both show in a call of 10 us.
 #pragma once
 
 #include <cstring>
@@ -75,11 +77,11 @@ struct OptDtype {
 template <class T> T bits_as(StableIValue value) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(value));
     T result;
-    std::memcpy(&result, &value, sizeof result); // little-endian, which the build demands
+    std::memcpy(&result, &value, sizeof result); // the build requires a little-endian machine
     return result;
 }
 
-// An optional stands in a heap cell, which the kernel must delete. 0 is None.
+// The value of an optional is in a heap cell that the kernel must delete. A null pointer is None.
 template <class T> bool take_optional(StableIValue value, T *inner) {
     StableIValue *cell = bits_as<StableIValue *>(value);
     if (!cell) return false;
@@ -88,7 +90,7 @@ template <class T> bool take_optional(StableIValue value, T *inner) {
     return true;
 }
 
-// Converts to the type of the struct's member.
+// An entry of the stack. It converts to the type of the struct's member that it initialises.
 struct Slot {
     StableIValue value;
 
@@ -145,7 +147,7 @@ template <class T> StableIValue bits_of(T x) {
     return value;
 }
 
-// No implicit conversion on the way to torch: a number is no bool.
+// The deleted template prevents implicit conversions, for example of an int to bool.
 template <class T> StableIValue give(T) = delete;
 inline StableIValue give(bool x) { return bits_of(x); }
 inline StableIValue give(int64_t x) { return bits_of(x); }
@@ -191,13 +193,13 @@ template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64
 
 using Library = torch::stable::detail::StableLibrary;
 
-// STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL with a namespace that is not a literal, so
-// that one object file serves plugins of any name.
+// Does what STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL do, but its namespace need not be a
+// literal. So one object file serves plugins of any name (namespace.cpp).
 struct Registered {
     Library library;
-    Registered(Library::Kind kind, const char *key, void (*say)(Library &), const char *file)
+    Registered(Library::Kind kind, const char *key, void (*add_ops)(Library &), const char *file)
         : library(kind, ops_namespace, key, file, 0) {
-        say(library);
+        add_ops(library);
     }
 };
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// call.h: the context of a call into csrc: device, stream, threads, instruction set, workspace.
+// call.h: a call into csrc: its context (device, stream, threads, instruction set), its workspace,
+// and the errors that earlier kernels reported.
 #pragma once
 
 #include <cstdlib>
@@ -34,7 +35,7 @@ inline bool machine_has(const char *isa) {
     const auto lists = [&have](const std::string &name) {
         return have.find("," + name + ",") != std::string::npos;
     };
-    // for tests: it is in no list
+    // amx_emulated exists only for tests, so gk_cpu_isas() does not list it
     return lists(isa) || (std::string("amx_emulated") == isa && lists("avx512bf16"));
 }
 
@@ -49,8 +50,9 @@ inline const char *chosen_isa(const char *op) {
 
 // ---- threads: torch's pool ----------------------------------------------------------------------
 // A forked child inherits the pool's bookkeeping but not its threads. The next parallel region of
-// the thread that forked would wait for them for ever, so that thread works alone. The handler is
-// installed when the library loads, because torch's own ops may start the pool.
+// the thread that forked would wait for those threads for ever, so calls of that thread run without
+// the pool. The handler is installed when the library loads, because torch's own ops may start the
+// pool.
 inline thread_local bool lost_pool = false;
 
 #ifndef _WIN32
@@ -75,7 +77,8 @@ inline void torch_pool(void *pool, int64_t n, gk_task_fn task, void *arg) {
 
 // ---- workspace ----------------------------------------------------------------------------------
 constexpr size_t kAlign = 64;
-constexpr size_t kKeptBytes = size_t{64} << 20; // a thread keeps at most this much between calls
+constexpr size_t kKeptBytes = size_t{64}
+                              << 20; // the most that a thread keeps between calls: 64 MiB
 
 struct Scratch {
     void *data = nullptr;
@@ -86,8 +89,8 @@ struct Scratch {
 inline thread_local Scratch scratch;
 
 // ---- what kernels reported ----------------------------------------------------------------------
-// Raises for the first kind of bad index contents that kernels met since the last call, and clears
-// all kinds.
+// Throws if a kernel has met bad contents of an index tensor since the last call. The text names
+// the first kind; all kinds are cleared.
 inline void raise_device_errors(const char *op, uint8_t *word) {
     if (!word) return;
     uint64_t all;
@@ -207,7 +210,7 @@ class Call {
 };
 
 // ---- explain ------------------------------------------------------------------------------------
-// `more`: further members, each with its leading ", ".
+// The JSON of an explain_* op. `more` holds further members, each beginning with ", ".
 inline std::string to_json(const gk_explanation &e, const std::string &more = "") {
     std::ostringstream json;
     json.precision(17);

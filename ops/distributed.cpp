@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// distributed.cpp: the sum of several GPUs' x by one kernel, through mailboxes that all of them
-// reach (gpukern.h).
+// distributed.cpp: sum_over_ranks, the sum of x over several GPUs. One kernel computes it through
+// mailboxes in memory that all of these GPUs can access (gpukern.h).
 #include <algorithm>
 
 #include "gpukern.h"
@@ -12,7 +12,7 @@ namespace {
 struct SumOverRanks {
     Tensor x;             // float32
     WrittenTensor out;    // x's shape
-    TensorList mailboxes; // of each rank, in this GPU's address space, one size
+    TensorList mailboxes; // one for each rank, mapped into this GPU's address space, of equal size
     int64_t rank;
     double timeout_s;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // errors.h: every exception of ops/. A text names the op and the argument, what was expected and
-// what came:
+// what was passed:
 //   "gpukern::flash_attn: k has head_dim 64, q has 128; they must match"
 #pragma once
 
@@ -41,7 +41,8 @@ template <class... Parts>
     throw std::runtime_error(error_text(op, parts...));
 }
 
-// Checks a call into torch. torch's text is kept, so that "out of memory" reaches the user.
+// Throws if a call into torch failed. The exception has torch's text, so that "out of memory"
+// reaches the user.
 inline void torch_ok(const char *op, AOTITorchError code) {
     if (code == TORCH_SUCCESS) return;
     if (torch_exception_get_what_without_backtrace) {
@@ -50,7 +51,8 @@ inline void torch_ok(const char *op, AOTITorchError code) {
     failed(op, "a call into torch failed (torch prints the reason to stderr)");
 }
 
-// Throws the exception that a status stands for, in the name of the op that the user called.
+// Throws the exception for a failed status of csrc. The text begins with the op that the user
+// called.
 inline void status_ok(const char *op, gk_status status) {
     if (status == GK_OK) return;
     const std::string text =

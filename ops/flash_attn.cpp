@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge,
-// flash_attn_accumulate and flash_attn_into.
+// flash_attn_accumulate (adds attention over more keys to a given result) and flash_attn_into
+// (writes into given tensors).
 #include "gpukern.h"
 #include "rules.h"
 
@@ -8,7 +9,8 @@ namespace gk {
 namespace {
 
 // ---- arguments of csrc --------------------------------------------------------------------------
-// What every op here has: the forward's arguments stand in `to`, a backward's in its `fwd`.
+// Fills q, k, v and the arguments of GK_ATTENTION. `to` is the struct of a forward, or of a
+// backward, which contains one as `fwd`.
 template <class O, class C> void fill_call(const O &op, C &to) {
     gk_flash_attn_args &fwd = forward_of(to);
     fwd.size = sizeof fwd;
@@ -25,7 +27,7 @@ template <class O> void fill_lengths(const O &op, gk_flash_attn_args &to) {
     to.max_seqlen_k = op.max_seqlen_k;
 }
 
-// A result's dtype: the one that was asked for, or q's.
+// A result's dtype: the requested one if there is one, otherwise q's.
 template <class O> gk_dtype dtype_of_result(const O &op, const OptDtype &asked) {
     return asked.given ? gk_of(asked.code) : op.q.view.dtype;
 }
@@ -45,7 +47,7 @@ void place_forward(gk_flash_attn_args &to, std::array<Tensor, 2> &r) {
     if (r[1]) to.lse = r[1].view;
 }
 
-// (dq, dk, dv, dsinks); the last is empty where there are no sinks.
+// (dq, dk, dv, dsinks); dsinks is empty without sinks.
 void place_gradients(gk_flash_attn_bwd_args &to, std::array<Tensor, 4> &r) {
     to.dq = r[0].view;
     to.dk = r[1].view;
@@ -100,7 +102,7 @@ struct FlashAttnVarlen {
         to.out.dtype = dtype_of_result(*this, out_dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
-    static constexpr bool runs_empty = true; // the lengths on a GPU are looked at
+    static constexpr bool runs_empty = true; // a GPU checks the lengths even without tokens
 };
 
 struct FlashAttnVarlenBwd {
@@ -131,7 +133,7 @@ template <class O> void backward(StableIValue *stack, uint64_t num_args, uint64_
     O::place(c.args, results);
     if (RunsEmpty<O>::value || op.grad_out.numel() > 0) {
         c.run();
-    } else { // without rows nothing depends on k, v and sinks
+    } else { // no rows: the gradients of k, v and sinks are 0
         for (int i = 1; i < O::num_results; ++i) zero(O::name, results[i]);
     }
     give_all(stack, results);
@@ -159,11 +161,11 @@ struct AttnMerge {
 
 // ---- flash_attn_accumulate, flash_attn_into -----------------------------------------------------
 struct AccumulateArgs : gk_flash_attn_accumulate_args {
-    size_t size; // what every op's arguments have; csrc reads fwd.size
+    size_t size; // run.h sets `size` of every argument struct; csrc reads fwd.size
 };
 
-// Results in the caller's memory, out with any leading strides; JOINS: they become those of the
-// keys before and of these.
+// Attention with results in the caller's tensors; out may have any leading strides. With JOINS the
+// tensors hold the attention over other keys, and this call adds its keys to it.
 template <bool JOINS> struct Written {
     Tensor q, k, v;         // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     WrittenTensor out, lse; // [B, Hq, Sq, Dv], [B, Hq, Sq]

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// flash_attn_fp8.cpp: flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v.
+// flash_attn_fp8.cpp: flash_attn and flash_attn_varlen for q, k and v in float8_e4m3fn. Forward
+// only.
 #include "rules.h"
 #include "words.h"
 
@@ -52,10 +53,10 @@ struct FlashAttnVarlenFp8 {
         to.fwd.max_seqlen_k = max_seqlen_k;
     }
     static void place(C &to, Results &r) { place_fp8(to, r); }
-    static constexpr bool runs_empty = true; // the lengths on a GPU are looked at
+    static constexpr bool runs_empty = true; // a GPU checks the lengths even without tokens
 };
 
-// explain, with what `accumulate` came to.
+// explain with one more member, "accumulate": the choice that "auto" was resolved to.
 template <class O> void explain_fp8(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args);
     Checked<O> c(op, described_gpu);

@@ -6,13 +6,13 @@
 namespace gk {
 namespace {
 
-// What every op's arguments have is `size`; csrc reads fwd.size or bwd.size.
+// run.h sets `size` of every argument struct. csrc reads fwd.size or bwd.size.
 struct MaskedArgs : gk_flash_attn_masked_args {
     size_t size;
 };
 struct MaskedBwdArgs : gk_flash_attn_masked_bwd_args {
     size_t size;
-    gk_tensor wanted[2]; // stand for dbias and ddistance_bias until there are results
+    gk_tensor wanted[2]; // dbias and ddistance_bias point here until the results are allocated
 };
 
 template <class O> void fill_scores(const O &op, gk_attn_scores &to) {
@@ -24,11 +24,12 @@ template <class O> void fill_scores(const O &op, gk_attn_scores &to) {
     to.distance_bias = op.distance_bias.view_or_null();
 }
 
-#define GK_SCORES                                                                                 \
-    OptTensor attn_mask; /* [B or 1, Hq or 1, n] int32 */                                         \
-    int64_t mask_store, mask_seq_q, mask_seq_k;                                                   \
-    OptTensor bias, distance_bias; /* [B or 1, Hq or 1, Sq or 1, Sk or 1]; [Hq or 1, Sq + Sk - 1] \
-                                    */
+// attn_mask [B or 1, Hq or 1, n] int32, bias [B or 1, Hq or 1, Sq or 1, Sk or 1],
+// distance_bias [Hq or 1, Sq + Sk - 1]
+#define GK_SCORES                               \
+    OptTensor attn_mask;                        \
+    int64_t mask_store, mask_seq_q, mask_seq_k; \
+    OptTensor bias, distance_bias;
 
 struct FlashAttnMasked {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
@@ -113,7 +114,8 @@ struct FlashAttnMaskedBwd {
         if (need_distance_bias) to.ddistance_bias = &to.wanted[1];
     }
 
-    // (dq, dk, dv, dsinks, dbias, ddistance_bias); what is not there, or not wanted, is empty.
+    // (dq, dk, dv, dsinks, dbias, ddistance_bias). Gradients of absent arguments, and biases'
+    // gradients that are not needed, are empty.
     static void place(C &to, Results &r) {
         to.bwd.dq = r[0].view;
         to.bwd.dk = r[1].view;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// gemm.cpp: gemm and gemm_act_bwd.
+// gemm.cpp: gemm, and gemm_act_bwd, the gradient of its activation.
 #include "core/folds.h"
 #include "run.h"
 
@@ -38,11 +38,11 @@ struct Gemm {
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : a.view.dtype;
         to.fp32_precision = parse_precision(fp32_precision);
     }
-    // (out, preact); preact is empty where the derivative shows in out.
+    // (out, preact). preact is empty if the activation's derivative can be computed from out.
     static void place(C &to, Results &r) {
         to.out = r[0].view;
         if (r[1] && r[1].numel() > 0) to.preact = &r[1].view;
-        if (!to.c) to.beta = 0; // its default is 1 with and without c
+        if (!to.c) to.beta = 0; // the schema's default is 1, even without c
         if (to.beta == 0) to.c = nullptr;
     }
     Tensor *better_dense(const gk_context *context, const C &args) {
@@ -57,8 +57,8 @@ struct Gemm {
     }
 };
 
-// On CUDA other instances than the explained one may take the call; gemm_prefer asks for one of
-// them.
+// More members of explain_gemm on CUDA: all instances that serve the call, and the device and
+// tuning key that gemm_prefer needs to select one of them.
 std::string other_instances(const Checked<Gemm> &c) {
     const gk_context *context = c.call.context();
     if (context->device != GK_CUDA) return "";
@@ -76,7 +76,7 @@ std::string other_instances(const Checked<Gemm> &c) {
 std::string explain_gemm(Gemm &op) {
     Checked<Gemm> c(op, described_gpu);
     Gemm::Results results;
-    results[0] = c.make(0); // a call that saves nothing for a backward
+    results[0] = c.make(0); // explains a call without preact
     Gemm::place(c.args, results);
     return c.explain(other_instances(c));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// grouped_gemm.cpp: products of groups of rows or of k.
+// grouped_gemm.cpp: one product for each group; the groups are ranges of rows or of k.
 #include "words.h"
 
 namespace gk {
@@ -7,7 +7,7 @@ namespace {
 
 struct GroupedGemm {
     Tensor a, b, offs;          // [M, K], [G, K, N] or [K, N], [G]
-    OptTensor scale_a, scale_b; // of 8 bits
+    OptTensor scale_a, scale_b; // for 8-bit a and b
     OptTensor bias;             // [N] or [G, N]
     String activation;
     OptDtype out_dtype;

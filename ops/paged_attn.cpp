@@ -34,7 +34,7 @@ struct PagedAttn {
         to.out = r[0].view;
         if (r[1]) to.lse = r[1].view;
     }
-    static constexpr bool runs_empty = true; // tables and lengths on a GPU are looked at
+    static constexpr bool runs_empty = true; // a GPU checks tables and lengths even without tokens
 };
 
 struct KvCacheWrite {
@@ -57,9 +57,9 @@ struct KvCacheWrite {
     }
 };
 
-// Whether t shares memory with a row of the cache that is written. On a GPU only the device knows
-// which rows are.
-bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
+// True if t shares memory with a row of the cache that the op writes. On a GPU the host does not
+// know the slots, so any overlap with the cache counts.
+bool overlaps_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
     if (!gk_shares_memory(&t, &cache.view)) return false;
     if (!cache.device.is_cpu()) return true;
     gk_tensor row = cache.view; // [Hkv, D]
@@ -75,7 +75,8 @@ bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots)
                            ? static_cast<const int64_t *>(slots.view.data)[at]
                            : static_cast<const int32_t *>(slots.view.data)[at];
         int64_t page = slot / cache.size(1);
-        if (slot < 0 || page >= cache.size(0)) continue; // skipped, refused
+        // a negative slot is not written; csrc has refused one past the cache
+        if (slot < 0 || page >= cache.size(0)) continue;
         int64_t offset = page * cache.stride(0) + slot % cache.size(1) * cache.stride(1);
         row.data = static_cast<char *>(cache.view.data) + offset * bytes;
         if (gk_shares_memory(&row, &t)) return true;
@@ -83,11 +84,11 @@ bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots)
     return false;
 }
 
-// k and v may be views of the caches; a token must not meet what another has written, so they are
-// read in full first.
-template <class O> void read_first(Tensor &t, const O &op, gk_tensor &to) {
-    if (!meets_a_write(t.view, op.k_cache, op.slots) &&
-        !meets_a_write(t.view, op.v_cache, op.slots))
+// Copies t if it is a view of memory that the op writes. Otherwise one token could read what
+// another token has already written.
+template <class O> void copy_if_written(Tensor &t, const O &op, gk_tensor &to) {
+    if (!overlaps_a_write(t.view, op.k_cache, op.slots) &&
+        !overlaps_a_write(t.view, op.v_cache, op.slots))
         return;
     copy_dense(O::name, t);
     to = t.view;
@@ -96,8 +97,8 @@ template <class O> void read_first(Tensor &t, const O &op, gk_tensor &to) {
 void kv_cache_write(KvCacheWrite &op) {
     Checked<KvCacheWrite> c(op);
     if (op.slots.numel() == 0) return;
-    read_first(op.k, op, c.args.k);
-    read_first(op.v, op, c.args.v);
+    copy_if_written(op.k, op, c.args.k);
+    copy_if_written(op.v, op, c.args.v);
     c.run();
 }
 
@@ -141,9 +142,9 @@ Tensor rope_kv_write(RopeKvWrite &op) {
     RopeKvWrite::Results results = {c.make(0)};
     if (op.slots.numel() == 0) return std::move(results[0]);
     RopeKvWrite::place(c.args, results);
-    read_first(op.q, op, c.args.q);
-    read_first(op.k, op, c.args.k);
-    read_first(op.v, op, c.args.v);
+    copy_if_written(op.q, op, c.args.q);
+    copy_if_written(op.k, op, c.args.k);
+    copy_if_written(op.v, op, c.args.v);
     c.run();
     return std::move(results[0]);
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// quantize.cpp: quantize, silu_mul_quantize, rms_norm_quantize and dequantize; the first three are
-// one op of csrc.
+// quantize.cpp: quantize, silu_mul_quantize, rms_norm_quantize and dequantize. The first three call
+// the same op of csrc, gk_quantize.
 #include "words.h"
 
 namespace gk {
 namespace {
 
-// (codes, scale, sum); the third only of an RMSNorm with a residual.
+// (codes, scale), and `sum` as third result of RmsNormQuantize, which sets it itself.
 template <class O> void place_quantized(typename O::C &to, typename O::Results &r) {
     to.codes = r[0].view;
     if (!to.given) to.scale = r[1].view;
@@ -24,11 +24,11 @@ struct Quantize {
     int64_t dtype;
     String granularity;
     OptTensor scale_ub; // []
-    OptTensor scale;    // the scales to use
+    OptTensor scale;    // given scales; None: computed from x
 
     GK_OP(quantize, gk_quantize_args, "quantize", 2)
     GK_TENSORS(x, scale_ub, scale)
-    static constexpr bool runs_empty = true; // a scale of the whole tensor
+    static constexpr bool runs_empty = true; // an empty x still has a scale per tensor
 
     void fill(C &to) {
         to.what = GK_QUANTIZE_X;
@@ -103,7 +103,7 @@ struct Dequantize {
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
-// X(name, op); each has an explain, too
+// X(name, op). Each op also has an explain.
 #define ALL(X)                              \
     X("quantize", Quantize)                 \
     X("silu_mul_quantize", SiluMulQuantize) \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary
-// embedding, cross entropy.
+// rows.cpp: ops along the last dimension: norms, softmax, gated linear units, rotary embedding and
+// cross entropy, with their gradients.
 #include "gpukern_train.h"
 #include "run.h"
 
@@ -39,7 +39,7 @@ template <gk_norm_kind KIND> struct NormBwd {
     OptTensor weight, grad_sum;
     double eps, weight_offset;
     bool need_weight, need_bias;
-    bool wide_bias; // dbias is float32 beside rows of 16 bits, as the bias is
+    bool wide_bias; // dbias is float32 although h has 16 bits, because the bias is float32
 
     GK_OP(norm_bwd, gk_norm_bwd_args, KIND == GK_RMS_NORM ? "rms_norm_bwd" : "layer_norm_bwd", 3)
     GK_TENSORS(grad_out, h, weight, grad_sum)
@@ -52,7 +52,7 @@ template <gk_norm_kind KIND> struct NormBwd {
         to.grad_sum = grad_sum.view_or_null();
         to.eps = eps;
         to.weight_offset = weight_offset;
-        // until place() only their dtype counts, and that they are wanted
+        // csrc's check reads only the dtypes of dweight and dbias; place() sets the results
         static const gk_tensor float32 = [] {
             gk_tensor form = {};
             form.dtype = GK_F32;
@@ -61,13 +61,14 @@ template <gk_norm_kind KIND> struct NormBwd {
         if (need_weight) to.dweight = weight ? &weight.view : &h.view;
         if (need_bias) to.dbias = wide_bias ? &float32 : &h.view;
     }
-    // (dx, dweight, dbias); what is not needed is empty
+    // (dx, dweight, dbias); dweight and dbias are empty if not needed
     static void place(C &to, Results &r) {
         to.dx = r[0].view;
         if (to.dweight) to.dweight = &r[1].view;
         if (to.dbias) to.dbias = &r[2].view;
     }
-    static constexpr bool runs_empty = true; // sums over no rows are zeros
+    static constexpr bool runs_empty =
+        true; // dweight and dbias must be zeroed if there are no rows
 };
 
 // ---- softmax ------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ struct Geglu {
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
-// approximate "": of swiglu
+// The gradient of swiglu if `approximate` is empty, otherwise of geglu.
 struct GluBwd {
     Tensor grad_out, gate;
     OptTensor up;
@@ -193,13 +194,14 @@ struct Rope {
         if (to.k) to.out_k = &r[1].view;
     }
     const Tensor *stored_like(int i) const { return i ? &k : &q; }
-    static constexpr bool runs_empty = true; // k may have heads where q has none
+    static constexpr bool runs_empty = true; // k may have elements although q has none
 };
 
 // ---- cross entropy ------------------------------------------------------------------------------
-// As GK_OP, of arguments `member` that begin a larger struct.
+// GK_OP_MORE is GK_OP for an op whose argument struct is the first member of a longer struct `more`
+// (gpukern_train.h).
 template <class A> struct Behind : A {
-    size_t size; // what every op's arguments have; csrc reads that of the member
+    size_t size; // run.h sets `size` of every argument struct; csrc reads that of the member
 };
 #define GK_OP_MORE(stem, arguments, more, member, text, many)                                \
     using C = Behind<more>;                                                                  \
@@ -246,15 +248,15 @@ struct CrossEntropy {
         fill_loss(*this, to.fwd, sizeof(gk_cross_entropy_more_args));
         to.z_loss = z_loss;
     }
-    // (loss, lse), of each row
+    // (loss, lse) of each row
     static void place(C &to, Results &r) {
         to.fwd.loss = r[0].view;
         to.fwd.lse = r[1].view;
     }
 };
 
-// The losses and the gradient of their sum into tensors that are given, of which dlogits may be
-// logits.
+// Writes the losses and the gradient of their sum into the caller's tensors. dlogits may be the
+// same tensor as logits.
 struct CrossEntropyGrad {
     Tensor logits, target;            // [..., V], [...]
     WrittenTensor loss, lse, dlogits; // [...], [...], [..., V]
@@ -313,7 +315,7 @@ struct CrossEntropyBwd {
     static void place(C &to, Results &r) { to.bwd.dlogits = r[0].view; }
 };
 
-// Into a tensor that is given, whose dtype decides where logits are float32.
+// Writes into the caller's tensor. Its dtype is the gradient's: float32 logits allow a 16-bit one.
 struct CrossEntropyBwdInto : CrossEntropyBwd {
     gk_dtype dtype;
 
@@ -333,7 +335,7 @@ void cross_entropy_bwd_out(StableIValue *stack, uint64_t num_args, uint64_t) {
     run_op(op, 1, into);
 }
 
-// X(name, op); forward ops have an explain, too
+// X(name, op). Forward ops also have an explain.
 #define FORWARD(X)                       \
     X("rms_norm", Norm<GK_RMS_NORM>)     \
     X("layer_norm", Norm<GK_LAYER_NORM>) \

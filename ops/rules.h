@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// rules.h: the arguments of attention, said once.
+// rules.h: the one table of attention's arguments, GK_ATTENTION.
 //
-// GK_ATTENTION is a table: a line for each argument that is not one of an op's own tensors or
-// lengths, a column for each op. From a line follow the argument's place in the schemas
-// (schema.cpp), its member in the ops' structs and its way into the arguments of csrc. Python reads
-// names, defaults and types from the schemas (torch_gpukern/ops/rules.py).
+// The table has a line for each argument that several attention ops share, such as is_causal, and a
+// column for each op. An op's own tensors and lengths are not in it. Macros below make three things
+// of a line: the argument in the schemas (schema.cpp), the member of the ops' structs, and the
+// assignment to the arguments of csrc. Python reads names, defaults and types from the schemas
+// (torch_gpukern/ops/rules.py).
 //
-// To add an argument, append a line: the raw ops take arguments by position, so the order of the
+// To add an argument, append a line. The raw ops take arguments by position, so the order of the
 // lines is part of their contract. docs/add_a_kernel.md lists what else it needs.
 #pragma once
 
@@ -15,13 +16,16 @@
 #include "run.h"
 
 // X(DO, type, name, default, to, columns)
-//   type     the member's type; GK_SCHEMA_<type> is how the schema writes it
-//   default  as the schema writes it
-//   to       where csrc reads the argument: RULES gk_attn_rules, FORWARD gk_flash_attn_args (a
-//            backward holds one), OWN the op's own struct; BY_HAND: the op's `fill` says so
-//   columns  x: the op takes the argument
-// An argument that paged_attn has in another place or with another default has a line of its own
-// there.
+//   type     the member's type; GK_SCHEMA_<type> is its spelling in the schema
+//   default  the default, as the schema spells it
+//   to       the struct of csrc that receives the argument:
+//              RULES    gk_attn_rules
+//              FORWARD  gk_flash_attn_args, also inside the struct of a backward
+//              OWN      the op's own struct
+//              BY_HAND  none; the op's `fill` handles the argument
+//   columns  x: the op takes the argument; _: it does not
+// paged_attn has some arguments at another position or with another default. These have a second
+// line, at the end.
 //
 // clang-format off
 #define GK_ATTENTION(X, DO)                                                                       \
@@ -80,7 +84,7 @@
 #define GK_SCHEMA_OptTensor "Tensor?"
 #define GK_IN_SCHEMA(type, name, value, to) ", " GK_SCHEMA_##type " " #name "=" #value
 
-// Of the column `op`: ", bool is_causal=False, float? scale=None, ..".
+// The arguments of column `op` in a schema: ", bool is_causal=False, float? scale=None, ..".
 #define GK_RULES_SCHEMA(op) GK_ATTENTION(GK_IN_##op, GK_IN_SCHEMA)
 
 // ---- the op's struct ----------------------------------------------------------------------------
@@ -108,7 +112,8 @@
 #define GK_AS_NAME(type, name, value, to) GK_NAME_##type(name)
 #define GK_AS_FILL(type, name, value, to) GK_FILL_##to(name)
 
-// The members of the column `op`, behind an op's own; fill_rules hands them to csrc.
+// Declares the members of column `op`, after an op's own members, and fill_rules, which copies them
+// into the arguments of csrc.
 #define GK_RULES(op)                                           \
     GK_ATTENTION(GK_IN_##op, GK_AS_MEMBER)                     \
     template <class Args> void fill_rules(Args &to) const {    \
@@ -116,7 +121,7 @@
         GK_ATTENTION(GK_IN_##op, GK_AS_FILL)                   \
     }
 
-// GK_TENSORS of an op's own tensors and of those among its rules.
+// GK_TENSORS for an op's own tensors and for the tensors of column `op`.
 #define GK_TENSORS_AND_RULES(op, ...)         \
     template <class F> void tensors(F &f) {   \
         gk::visit(f, __VA_ARGS__);            \
@@ -126,7 +131,7 @@
 
 namespace gk {
 
-// ---- a member as csrc takes it ------------------------------------------------------------------
+// ---- copying a member to csrc -------------------------------------------------------------------
 inline void assign(int32_t &to, bool x) { to = x; }
 inline void assign(int64_t &to, int64_t x) { to = x; }
 inline void assign(double &to, double x) { to = x; }
@@ -135,7 +140,7 @@ inline void assign(double &to, const OptDouble &x) {
 }
 inline void assign(const gk_tensor *&to, const OptTensor &x) { to = x.view_or_null(); }
 
-// The arguments of the forward: `to` itself, or the ones that it holds.
+// The arguments of the forward pass: to.fwd if `to` has such a member, otherwise `to` itself.
 template <class T, class = void> struct Forward {
     static T &of(T &to) { return to; }
 };

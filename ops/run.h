@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// run.h: the steps that every op of the plugin takes. It reads the tensors, has csrc check the call
-// and state the results, allocates them, plans and runs.
+// run.h: the steps of every call of an op. Read the tensors, let csrc check the call and find the
+// shapes of its results, allocate the results, plan, run.
 //
-// An op is a plain struct whose members are the schema's arguments in order. It declares:
-//   GK_OP(stem, arguments, "name", n)    its stem in ops.def and its struct there; the name that errors say; its n results
-//   GK_TENSORS(x, weight)                the members that are tensors, in order
-//   void fill(C &to)                     the arguments of csrc, from the members
-//   static void place(C &to, Results &)  where the results stand in them
-//   const Tensor *stored_like(int)       optional: the tensor whose order of dimensions a result follows
-//   static constexpr bool runs_empty     optional: csrc has something to do where the first result is empty
+// An op is a plain struct whose members are the schema's arguments, in order. It declares:
+//   GK_OP(stem, C, "name", n)     stem and C: its stem and argument struct in csrc/core/ops.def
+//                                 name: its name in error texts;  n: the number of its results
+//   GK_TENSORS(x, weight)         the members that are tensors, in order
+//   fill(C &to)                   copies the members into the argument struct of csrc
+//   place(C &to, Results &)       static: puts the allocated results into that struct
+//   stored_like(int i)            optional: the tensor whose order of dimensions result i follows
+//   runs_empty                    optional, static constexpr bool: csrc has work to do even if the
+//                                 first result is empty
+//   better_dense(context, args)   optional: the input whose dense copy is faster than its strides
 #pragma once
 
 #include <array>
@@ -50,7 +53,7 @@ template <class O, class = void> struct RunsEmpty : std::false_type {};
 template <class O> struct RunsEmpty<O, std::void_t<decltype(O::runs_empty)>> : std::true_type {};
 
 // The input whose dense copy is faster than its strides: op.better_dense(context, args) if the op
-// declares it, else none.
+// declares it, otherwise nullptr.
 template <class O, class = void> struct BetterDense {
     static Tensor *of(O &, const gk_context *, const typename O::C &) { return nullptr; }
 };
@@ -68,7 +71,8 @@ template <class O> Tensor make_result(const O &op, const gk_io &io, int i, Devic
     return empty(O::name, io.result[i].as, device, tokens_first);
 }
 
-// Reads each tensor: strided, with memory behind it, and on the device of the first.
+// Reads each tensor of an op. Refuses tensors that are not strided, have no memory, or are on
+// another device than the first. With `data` false only the metadata is read.
 class Reader {
   public:
     Device device{};
@@ -76,7 +80,7 @@ class Reader {
     Reader(const char *op, const char *names, bool data) : op_(op), names_(names), data_(data) {}
 
     template <class T> void operator()(T &t) {
-        if (t) read(t, std::is_same_v<T, WrittenTensor>); // an optional one may be none
+        if (t) read(t, std::is_same_v<T, WrittenTensor>); // false: an optional tensor is None
         ++index_;
     }
 
@@ -106,7 +110,7 @@ class Reader {
 };
 
 // ---- a call -------------------------------------------------------------------------------------
-// A call whose tensors have been read and which csrc has checked.
+// A call whose tensors are read and whose arguments csrc has checked. The constructor does both.
 template <class O> class Checked {
   public:
     O &op;
@@ -126,8 +130,8 @@ template <class O> class Checked {
 
     Tensor make(int i) const { return make_result(op, io, i, read.device); }
 
-    // Takes the caller's tensor as result 0. It must have that result's form and share no memory
-    // with the inputs.
+    // Uses the caller's tensor as result 0. The tensor must have that result's dtype and shape, and
+    // must not share memory with an input.
     Tensor take(Tensor &into) {
         if (!into.is_strided(O::name))
             bad_argument(O::name, "out must be a strided (dense) tensor");
@@ -144,7 +148,7 @@ template <class O> class Checked {
         return std::move(into);
     }
 
-    // Replaces inputs by dense copies if the kernels do not take their strides, or are slow with
+    // Replaces an input by a dense copy if the kernels do not serve its strides, or are slow with
     // them.
     void copy_inputs() {
         const Tensor *slow = BetterDense<O>::of(op, call.context(), args);
@@ -156,8 +160,8 @@ template <class O> class Checked {
             auto replace = [&](Tensor &t) {
                 if (read.name(n++) != input.name || (taken && &t != slow)) return;
                 copy_dense(O::name, t);
-                *const_cast<gk_tensor *>(input.tensor) =
-                    t.view; // in args, or the optional tensor's own
+                // input.tensor is in args, or it is the view of an optional tensor
+                *const_cast<gk_tensor *>(input.tensor) = t.view;
             };
             op.tensors(replace);
         }
@@ -215,7 +219,8 @@ template <class O> void op_out(StableIValue *stack, uint64_t num_args, uint64_t)
     run_op(op, 1, into);
 }
 
-// The results on meta, for tensors that have no data. A compiler's fake tensors are made from them.
+// Computes only the shapes: returns results on the meta device, for inputs without data. The ops'
+// fake functions call it (torch_gpukern/ops/fakes.py).
 template <class O> void op_results(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args);
     typename O::C args{};
@@ -247,13 +252,13 @@ template <class O> void op_explain(StableIValue *stack, uint64_t num_args, uint6
 
 } // namespace gk
 
-// Registrations of an op in a list X(name, op), for `implement` and `implement_shapes`.
+// Used as X in a file's list X(name, op), inside `implement` and `implement_shapes`.
 #define GK_OP_RUN(name, ...) m.impl(name, op_all<__VA_ARGS__>);
 #define GK_OP_EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
 #define GK_OP_RESULTS(name, ...) m.impl(name "_results", op_results<__VA_ARGS__>);
 
-// The end of an op's file: `implement` registers the kernels, `implement_shapes` the ops that only
-// state results.
+// The last line of an op's file. It registers that file's `implement`, which adds the kernels, and
+// `implement_shapes`, which adds the *_results ops.
 #ifdef GPUKERN_HAS_CUDA
 #define GK_IMPLEMENT_CUDA \
     static const gk::Registered on_cuda(gk::Library::Kind::IMPL, "CUDA", gk::implement, __FILE__);

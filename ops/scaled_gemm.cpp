@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// scaled_gemm.cpp: the product of two quantised matrices.
+// scaled_gemm.cpp: scaled_gemm, the product of two quantised matrices.
 #include "words.h"
 
 namespace gk {

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // schema.cpp: every schema of the plugin, and the ops that take no tensor.
 //
-// A result that is not wanted is an empty tensor, because tracers and Inductor's C++ wrapper take
-// no optional result. A SymInt reaches a kernel as int64. Autograd is built of the *_fwd and *_bwd
-// ops (torch_gpukern/ops). Each explain_* op takes its op's arguments and returns as JSON what the
-// call would do.
+//   X            returns the first result, or all results if there is no X_fwd
+//   X_fwd        returns all results; X_bwd returns the gradients. torch_gpukern/ops builds
+//                autograd from the two.
+//   X_results    returns all results on the meta device, for fake tensors
+//   X.out        writes the caller's tensor
+//   explain_X    takes X's arguments and returns as JSON what the call would do
+//
+// A result that is not wanted is an empty tensor, because tracers and Inductor's C++ wrapper accept
+// no optional results. A SymInt reaches a kernel as int64.
 #include "box.h"
 #include "call.h"
 #include "gpukern.h"
@@ -22,8 +27,8 @@
 #define FLASH_ATTN_ARGS QKV GK_RULES_SCHEMA(flash_attn) ")"
 #define FLASH_ATTN_BWD_ARGS \
     FORWARD_RESULTS ", Tensor? grad_lse=None" GK_RULES_SCHEMA(flash_attn_bwd) ")"
-// A mask or biases: attn_mask is what the op of that name stores, of mask_seq_q queries and
-// mask_seq_k keys.
+// A mask and biases. attn_mask is the result of the op attn_mask for mask_seq_q queries and
+// mask_seq_k keys; mask_store is its gk_mask_store.
 #define SCORES                                                                               \
     ", Tensor? attn_mask=None, int mask_store=0, SymInt mask_seq_q=0, SymInt mask_seq_k=0, " \
     "Tensor? bias=None, Tensor? distance_bias=None"
@@ -33,12 +38,12 @@
                     ", bool need_bias=False, bool need_distance_bias=False" GK_RULES_SCHEMA( \
                         flash_attn_bwd) ")"
 #define FLASH_ATTN_FP8_ARGS QKV GK_RULES_SCHEMA(flash_attn_fp8) ")"
-// a, b: how out and lse are annotated
+// a, b: the alias annotations of out and lse
 #define ACCUMULATE_ARGS(a, b) \
     QKV ", Tensor" a " out, Tensor" b " lse" GK_RULES_SCHEMA(flash_attn_into) ")"
 
 #define FLASH_ATTN_VARLEN_ARGS QKV PACKED_LENGTHS GK_RULES_SCHEMA(varlen) ")"
-// The lengths have no default, so they stand before grad_lse.
+// The lengths have no default, so they come before grad_lse.
 #define FLASH_ATTN_VARLEN_BWD_ARGS \
     FORWARD_RESULTS PACKED_LENGTHS ", Tensor? grad_lse=None" GK_RULES_SCHEMA(varlen_bwd) ")"
 #define FLASH_ATTN_VARLEN_FP8_ARGS QKV PACKED_LENGTHS GK_RULES_SCHEMA(varlen_fp8) ")"
@@ -47,7 +52,7 @@
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, " \
     "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1" GK_RULES_SCHEMA(paged_attn) ")"
 
-// a, b: how the caches are annotated
+// a, b: the alias annotations of the caches
 #define ROPE_KV_WRITE_ARGS(a, b)                                                        \
     "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor" a \
     " k_cache, "                                                                        \
@@ -98,18 +103,18 @@
 #define CROSS_ENTROPY_BWD_ARGS                                                          \
     "(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, " CROSS_ENTROPY_RULES \
     ", SymInt first_class=0, SymInt num_classes=0)"
-// a, b, c: how loss, lse and dlogits are annotated
+// a, b, c: the alias annotations of loss, lse and dlogits
 #define CROSS_ENTROPY_GRAD_ARGS(a, b, c)                                         \
     "(Tensor logits, Tensor target, Tensor" a " loss, Tensor" b " lse, Tensor" c \
     " dlogits, " CROSS_ENTROPY_RULES ")"
 
-// Of linear_cross_entropy and of its raw ops.
+// Arguments that the raw ops of linear_cross_entropy share.
 #define LCE_RULES                                                                                  \
     "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, " \
     "float logit_scale, float z_loss, str fp32_precision"
 #define LCE_NEEDS ", bool need_x, bool need_weight, bool need_bias"
 
-// Of context_parallel_attn and context_parallel_attn_varlen, behind their tensors.
+// The last arguments of the raw ops of context_parallel_attn and context_parallel_attn_varlen.
 #define RANKS_RULES ", SymInt seq_len, str group" GK_RULES_SCHEMA(ranks) ")"
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
@@ -117,8 +122,7 @@
 
 namespace {
 
-// An op that returns all of its results, and its _results, which returns them on meta from the
-// shapes alone.
+// Defines X, which returns all results, and X_results.
 void def_all(gk::Library &m, const std::string &name, const std::string &arguments,
              const std::string &results) {
     m.def((name + arguments + results).c_str());
@@ -129,8 +133,7 @@ void def_explain(gk::Library &m, const std::string &name, const std::string &arg
     m.def(("explain_" + name + arguments + " -> str").c_str());
 }
 
-// An op that returns the first of its results, its _fwd that returns all, its _results, and its
-// explain.
+// Defines X, which returns the first result, X_fwd, X_results and explain_X.
 void def_op(gk::Library &m, const std::string &name, const std::string &arguments,
             const std::string &results) {
     m.def((name + arguments + " -> Tensor").c_str());
@@ -139,15 +142,15 @@ void def_op(gk::Library &m, const std::string &name, const std::string &argument
     def_explain(m, name, arguments);
 }
 
-// X.out, which writes the caller's tensor. Its schema returns nothing, because torch.compile takes
-// no op that returns an argument. From Python it returns out all the same
-// (torch_gpukern/ops/out.py).
+// Defines X.out, which writes the caller's tensor. The schema returns nothing, because
+// torch.compile accepts no op that returns one of its arguments. The public Python function returns
+// out anyway (torch_gpukern/ops/out.py).
 void def_out(gk::Library &m, const std::string &name, const std::string &arguments) {
     m.def((name + ".out" + arguments.substr(0, arguments.size() - 1) + ", *, Tensor(a!) out) -> ()")
               .c_str());
 }
 
-// An op, its _results and its explain.
+// Defines X, which returns all results, X_results and explain_X.
 void def_rows(gk::Library &m, const std::string &name, const std::string &arguments,
               const std::string &results) {
     def_all(m, name, arguments, results);
@@ -197,7 +200,7 @@ void define_train(gk::Library &m) {
           "maximize=False) -> ()");
 }
 
-// Ops that are composed of other ops in Python. define_op registers their kernels
+// Ops whose kernels are Python functions that call other ops. define_op registers those functions
 // (torch_gpukern/ops/define.py).
 void define_composed(gk::Library &m) {
     m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
@@ -217,7 +220,8 @@ void define_composed(gk::Library &m) {
           "Tensor lse, " LCE_RULES LCE_NEEDS ") -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }
 
-// Ops of several ranks (torch_gpukern/distributed). `group` is the name of a process group.
+// Ops over several ranks, also implemented in Python (torch_gpukern/distributed). `group` is the
+// name of a process group.
 void define_ranks(gk::Library &m) {
     m.def("cp_attn_fwd" QKV ", str layout, str mode" RANKS_RULES OUT_LSE);
     m.def("cp_attn_bwd" FORWARD_RESULTS
@@ -350,7 +354,7 @@ void define(gk::Library &m) {
 
 std::string version() { return gk_version(); }
 
-// The one that calls use.
+// The instruction set that calls use: GPUKERN_CPU if it is set, otherwise the default.
 std::string cpu_isa() {
     const char *asked = gk::chosen_isa("cpu_isa");
     return asked ? asked : gk_cpu_isa();
@@ -358,12 +362,12 @@ std::string cpu_isa() {
 
 std::string cpu_isas() { return gk_cpu_isas(); }
 
-// Why a better set of the machine is not taken; nothing where GPUKERN_CPU chose.
+// Why calls do not use the machine's best instruction set; "" if GPUKERN_CPU is set.
 std::string cpu_isa_reason() { return gk::chosen_isa("cpu_isa_reason") ? "" : gk_cpu_isa_reason(); }
 
 std::string cuda_kernels() { return gk_cuda_kernels(); }
 
-// On the CPU every error is raised by the call that made it: there is none to collect.
+// Raises the errors that CUDA kernels have reported so far. On the CPU, each call raises its own.
 void check_errors() { gk::raise_device_errors("check_errors", gk_cuda_error_word()); }
 
 struct HeadDimArgs {
@@ -375,7 +379,7 @@ bool serves_head_dim(HeadDimArgs &x) {
     return gk_serves_head_dim(x.cuda ? GK_CUDA : GK_CPU, x.head_dim);
 }
 
-// Which GPU the explain_* ops of this thread speak of: "sm_90", or "" for that of their tensors.
+// Sets the GPU that this thread's explain_* ops describe: "sm_90", or "" for the tensors' device.
 struct ArchArgs {
     gk::String arch;
 };
@@ -387,7 +391,8 @@ void explain_for(ArchArgs &x) {
     gk::described_gpu = index;
 }
 
-// Both texts are what explain_gemm said of a call on CUDA; an empty row forgets the key's.
+// device and gemm_class are texts that explain_gemm returned for a call on CUDA. row is the name of
+// an instance; an empty one removes the preference.
 struct PreferArgs {
     gk::String device, gemm_class, row;
 };
@@ -404,7 +409,7 @@ struct LimitArgs {
     int64_t sms;
 };
 
-// The limit before.
+// Sets the limit and returns the previous one.
 int64_t limit_sms(LimitArgs &x) {
     const int64_t before = gk_sm_limit();
     gk::status_ok("limit_sms", gk_limit_sms(static_cast<int32_t>(x.sms)));
@@ -415,7 +420,7 @@ struct CaptureArgs {
     int64_t stream; // the address of a CUDA stream
 };
 
-// The number of the capture that the stream is in, 0: none.
+// The id of the graph capture that the stream is in; 0 if there is none.
 int64_t capture_id(CaptureArgs &x) {
     return static_cast<int64_t>(gk_capture_id(reinterpret_cast<void *>(x.stream)));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// sparse_gemm.cpp: 2:4 sparse weights: sparse_pack, sparse_gemm.
+// sparse_gemm.cpp: sparse_pack and sparse_gemm, for weights with 2:4 sparsity.
 #include "words.h"
 
 namespace gk {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tensor.h: an owned torch tensor, with its metadata as a gk_tensor that is read once, and the
-// allocation of results.
+// tensor.h: an owned torch tensor with a gk_tensor view of it, and the allocation of results.
+// Every access to torch's metadata is a call through the stable ABI, so it is read once.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,7 @@ struct Dtypes {
         static const Dtypes dtypes;
         return dtypes;
     }
-    // The last entry if none fits.
+    // The first entry for which is(entry) is true, or the last entry if there is none.
     template <class Is> const Dtype &find(Is is) const {
         int i = 0;
         while (i < kMany && !is(table[i])) ++i;
@@ -83,7 +83,7 @@ inline gk_dtype gk_of(int32_t code) {
 inline int32_t code_of(gk_dtype dtype) {
     return Dtypes::all().find([=](const Dtype &x) { return x.gk == dtype; }).code;
 }
-// For gk_io.
+// The name of a dtype in error texts (gk_io.dtype_name).
 inline const char *dtype_name(gk_dtype dtype) {
     const Dtype &found = Dtypes::all().find([=](const Dtype &x) { return x.gk == dtype; });
     return found.name ? found.name : gk_dtype_name(dtype);
@@ -124,7 +124,8 @@ inline std::string name_of(const char *names, int i) {
     return std::string(names, std::strcspn(names, ","));
 }
 
-// Owns a handle. `device` and `view` are valid after read_form(), or if empty() made the tensor.
+// Owns a handle. `device` and `view` are valid after read_form(), or if empty() made the tensor;
+// view.data is valid after read_data().
 class Tensor {
   public:
     Device device{};
@@ -151,7 +152,7 @@ class Tensor {
     explicit operator bool() const { return handle_ != nullptr; }
     AtenTensorHandle get() const { return handle_; }
     AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
-    // The form of optional arguments in the C API.
+    // Optional arguments of the C API are pointers, NULL if absent.
     const gk_tensor *view_or_null() const { return handle_ ? &view : nullptr; }
 
     int64_t size(int d) const { return view.shape[d]; }
@@ -162,7 +163,7 @@ class Tensor {
         return n;
     }
 
-    // All but the data.
+    // Reads dtype, device, shape and strides, but not the data pointer.
     void read_form(const char *op) {
         int32_t code;
         torch_ok(op, aoti_torch_get_dtype(handle_, &code));

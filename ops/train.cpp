@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// train.cpp: what training alone needs: dropout and the optimiser's step.
+// train.cpp: the ops that only training needs: dropout, its fused forms, and a step of AdamW.
 #include "run.h"
 
 #include "words.h"
@@ -97,7 +97,8 @@ struct AdamW {
     static constexpr const char *name = "adamw_";
 };
 
-// The views of a list of tensors, all read; NULL of an empty one.
+// Reads the tensors of a list and holds their views as the array that csrc takes. data() is NULL
+// for an empty list.
 class Views {
   public:
     Views(const char *argument, TensorList &list, bool written, const Device *device,
@@ -128,7 +129,7 @@ class Views {
     std::vector<gk_tensor> views_;
 };
 
-// Reads what is no list, on the device of params[0].
+// Reads an optional argument that is not a list. It must be on the device of params[0].
 const gk_tensor *scalar_of(const char *argument, OptTensor &t, const Device &device) {
     if (!t) return nullptr;
     if (!t.is_strided(AdamW::name))

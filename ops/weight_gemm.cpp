@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// weight_gemm.cpp: weights of few bits: pack_weight, unpack_weight, weight_gemm.
+// weight_gemm.cpp: pack_weight, unpack_weight and weight_gemm, for 4-bit and 8-bit weights.
 #include "words.h"
 
 namespace gk {

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// words.h: reads arguments that are words into the enums of the C API.
+// words.h: parses string arguments into the enums of the C API. An unknown word is refused with a
+// text that lists the valid ones.
 #pragma once
 
 #include "run.h"
 
 namespace gk {
 
+// Returns the index of `word` in `words`.
 template <size_t n>
 int parse_word(const char *op, const char *argument, std::string_view word,
                const char *const (&words)[n]) {

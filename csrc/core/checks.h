@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* checks.h: the building blocks of the argument checks in csrc/api/.
  *
- * A check names the argument, says what was expected and what came, and returns GK_ERR_ARGUMENT
- * or GK_ERR_UNSUPPORTED. `letters` names dimensions as gpukern.h does: "[B, Hq, Sq, D]". */
+ * The text of a failed check names the argument, what was expected and what was passed. The status
+ * is GK_ERR_ARGUMENT or GK_ERR_UNSUPPORTED. `letters` names dimensions as in gpukern.h:
+ * "[B, Hq, Sq, D]". */
 #ifndef GPUKERN_CHECKS_H
 #define GPUKERN_CHECKS_H
 
@@ -26,13 +27,14 @@ gk_status gk_named(const char *name, gk_status status);
 
 /* The first check of every entry point: the context and the size of the arguments. */
 gk_status gk_check_context(const gk_context *ctx, size_t args_size, size_t expected);
-/* The size of a struct of arguments inside another one. */
+/* Checks the `size` of an argument struct that is a member of another one. */
 gk_status gk_check_args_size(size_t args_size, size_t expected);
 int64_t gk_num_checks(void);
 
-/* ---- inputs: gk_take registers one, in the order of the arguments; the checks below follow --- */
-/* Registers an input. Refuses more than GK_MAX_DIMS dimensions, sizes and strides whose products
- * overflow, and missing data unless the depth is GK_SHAPES. */
+/* ---- inputs ---------------------------------------------------------------------------------- */
+/* Registers an input; a check calls it for each input, in the order of the arguments. Refuses more
+ * than GK_MAX_DIMS dimensions, sizes and strides whose products overflow, and missing data unless
+ * the depth is GK_SHAPES. */
 gk_status gk_take(gk_io *io, const char *name, const gk_tensor *t, gk_strides strides);
 /* The same for a tensor whose data may be missing. */
 gk_status gk_take_unread(gk_io *io, const char *name, const gk_tensor *t);
@@ -52,7 +54,7 @@ gk_status gk_check_same_dtype(gk_io *io, const char *name, const gk_tensor *t,
 gk_status gk_check_dims(const char *name, const gk_tensor *t, int ndim, const char *letters);
 gk_status gk_check_least_dims(const char *name, const gk_tensor *t, int least);
 gk_status gk_check_shape(const char *name, const gk_tensor *t, int ndim, const int64_t *expected);
-/* one dimension, of size n */
+/* The tensor has one dimension, of size n. */
 gk_status gk_check_length_of(const char *name, const gk_tensor *t, int64_t n);
 /* "k has head_dim 64, q has 128; they must match" */
 gk_status gk_check_same(const char *name, const char *what, int64_t got, const char *other,
@@ -60,8 +62,8 @@ gk_status gk_check_same(const char *name, const char *what, int64_t got, const c
 /* An int32 vector [n] of any stride. t may be NULL; then there is nothing to check. */
 gk_status gk_take_index(gk_io *io, const char *name, const gk_tensor *t, int64_t n);
 
-/* A vector [N] for rows [.., N]: of the rows' dtype, or float32 beside 16-bit rows. t may be
- * NULL. */
+/* A vector [N] for rows [.., N]. Its dtype is that of the rows, or float32 if the rows have 16
+ * bits. t may be NULL. */
 gk_status gk_take_vector(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows);
 /* The tables cos and sin of a rotation, [P, R / 2] each, for rows of head_dim columns of this
  * dtype. */
@@ -86,12 +88,12 @@ gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, 
                          int64_t heads_q);
 gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv);
 gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d);
-/* The same for q and the caches of paged_attn. */
+/* The same for q and the caches of paged_attn, whose head_dim may be up to GK_CACHE_HEAD_DIM. */
 gk_status gk_check_cache_head_dim(const char *name, gk_device device, int64_t d);
 gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n);
 
-/* ---- contents.c: on the CPU index tensors are read before anything is written (GK_ERR_INDEX)
- * -- */
+/* ---- contents.c ------------------------------------------------------------------------------ */
+/* On the CPU the contents of index tensors are checked before anything is written: GK_ERR_INDEX. */
 gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int64_t total,
                               int64_t max_seqlen);
 gk_status gk_check_paged_contents(const gk_paged_attn_args *args);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* dispatch.c: plans a call whose arguments are checked, using the first kernel that serves it,
- * and runs the plan.
+/* dispatch.c: plans a call whose arguments are checked, with the first kernel that serves it, and
+ * runs the plan.
  *
- * The entry points in csrc/api/ and ops/ call it. It is the only file that knows every directory
- * of kernels: ref/, cpu/ and cuda/. A build without nvcc has no kernel of cuda/, but some of the
- * tables and plans. It explains calls on a described GPU, and runs none there. */
+ * The entry points in csrc/api/ call it, and ops/ calls it through them. It is the only file that
+ * knows every directory of kernels: ref/, cpu/ and cuda/. A build without nvcc has no CUDA kernels
+ * but gemm's tables and plans (cuda/tables.c). With these it explains gemm on a described GPU. */
 #include "dispatch.h"
 #include "checks.h"
 #include "../cpu/kernels.h"

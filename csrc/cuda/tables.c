@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* tables.c: for each op, the tables of instances from its CUDA kernel files, best first.
- * dispatch.c asks them in this order, skipping those for other architectures. A table with a
- * plan function chooses among its own instances; otherwise the first instance that can serve the
- * call is used.
+ * dispatch.c asks them in this order and skips those for other architectures. A table with a
+ * plan function chooses among its own instances. In other tables, the first instance that serves
+ * the call is used.
  *
- * Tables made by C files are in every build, so that `explain --arch` answers without nvcc: gemm's.
- * The other tables stand in their kernels' .cu files, and a build without nvcc lacks them. */
+ * gemm's tables are C files, so every build has them, and `explain gemm --arch` answers without
+ * nvcc. The other tables are in the .cu files of their kernels. A build without nvcc lacks them. */
 #include "../core/dispatch.h"
 #include "gpukern.h"
 #include "product/gemm/tables.h"
@@ -48,18 +48,16 @@ extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
-/* What a call of attention may ask for. PARTIAL: a result wider than q, or one that is merged with
- * the contents of out; in the backward pass, gradients wider than q. DROPS: dropout. SCORES: a mask
- * or a bias. INVARIANT: bits of a sequence that do not depend on the other sequences. */
+/* The features that an attention call may need and not every table has. */
 enum {
-    PARTIAL = 1,
-    DROPS = 2,
-    SCORES = 4,
-    INVARIANT = 8
+    PARTIAL = 1,  /* a result or gradients wider than q, or a result that accumulates into out */
+    DROPS = 2,    /* dropout */
+    SCORES = 4,   /* a mask or a bias */
+    INVARIANT = 8 /* the bits of a sequence do not depend on the other sequences of the call */
 };
 
-/* The tables of attention, best first: X(name, needs, allows). A table serves calls that ask for
- * all of `needs` and for nothing beyond `allows`. */
+/* The tables of attention, best first: X(name, needs, allows). A table serves a call whose features
+ * contain all of `needs` and nothing beyond `allows`. */
 #define FLASH_ATTN_FWD(X)                                           \
     X(flash_attn_fwd_masked_sm90a, SCORES, SCORES | PARTIAL)        \
     X(flash_attn_fwd_scores_sm80, SCORES, SCORES | DROPS | PARTIAL) \
@@ -100,14 +98,14 @@ static const gk_cuda_table *const flash_attn_fwd_tables[] = {FLASH_ATTN_FWD(LIST
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {FLASH_ATTN_BWD(LISTED)};
 static const gk_cuda_table *const paged_attn_tables[] = {PAGED_ATTN(LISTED)};
 #undef LISTED
-#define ASKS(name, needs, allows) {needs, allows},
-typedef struct asks {
+#define FEATURES(name, needs, allows) {needs, allows},
+typedef struct features {
     int needs, allows;
-} asks;
-static const asks flash_attn_fwd_asks[] = {FLASH_ATTN_FWD(ASKS)};
-static const asks flash_attn_bwd_asks[] = {FLASH_ATTN_BWD(ASKS)};
-static const asks paged_attn_asks[] = {PAGED_ATTN(ASKS)};
-#undef ASKS
+} features;
+static const features flash_attn_fwd_features[] = {FLASH_ATTN_FWD(FEATURES)};
+static const features flash_attn_bwd_features[] = {FLASH_ATTN_BWD(FEATURES)};
+static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
+#undef FEATURES
 
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
@@ -164,23 +162,23 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
 }
 
 bool gk_cuda_takes(gk_op op, int table, const void *args) {
-    int asked = 0;
-    const asks *x;
+    int asked = 0; /* the features that the call needs */
+    const features *x;
     if (op == GK_OP_FLASH_ATTN_FWD) {
         const gk_flash_attn_args *a = args;
-        x = &flash_attn_fwd_asks[table];
+        x = &flash_attn_fwd_features[table];
         if (a->out.dtype != a->q.dtype || gk_accumulates(a)) asked |= PARTIAL;
         if (a->dropout_p > 0) asked |= DROPS;
         if (gk_scores_of(a)) asked |= SCORES;
     } else if (op == GK_OP_FLASH_ATTN_BWD) {
         const gk_flash_attn_bwd_args *g = args;
-        x = &flash_attn_bwd_asks[table];
+        x = &flash_attn_bwd_features[table];
         if (g->dq.dtype != g->fwd.q.dtype) asked |= PARTIAL;
         if (g->fwd.dropout_p > 0) asked |= DROPS;
         if (gk_scores_of_bwd(g)) asked |= SCORES;
     } else if (op == GK_OP_PAGED_ATTN) {
         const gk_paged_attn_args *a = args;
-        x = &paged_attn_asks[table];
+        x = &paged_attn_features[table];
         if (a->flags & GK_PAGED_BATCH_INVARIANT) asked |= INVARIANT;
     } else {
         return true;

@@ -10,7 +10,7 @@
 #define INV_SQRT_2PI 0.39894228040143267794
 #define TANH_CUBIC 0.044715
 
-/* Comparisons are written so that a NaN stays NaN. */
+/* A NaN stays NaN: the comparisons are false for it, so it reaches an arithmetic expression. */
 static inline double act(gk_activation activation, double x) {
     switch (activation) {
     case GK_ACT_NONE: break;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/attn.h: the parts that the attention loops of ref/ share: rows as doubles, the score, the
- * sequence that owns a token, and online softmax of one block of query rows over all its keys. */
+/* ref/attn.h: what the attention loops of ref/ share: rows as doubles, the sequence that owns a
+ * token, scores with masks and biases, and the online softmax of a block of query rows
+ * (ref_attend). ref/flash_attn.c and ref/paged_attn.c use it. */
 #ifndef GPUKERN_REF_ATTN_H
 #define GPUKERN_REF_ATTN_H
 
@@ -33,7 +34,7 @@ static inline const double *ref_row(const gk_tensor *t, int64_t offset, int64_t 
 }
 
 static inline double ref_dot(const double *x, const double *y, int64_t n) {
-    /* independent sums, because additions to a single one would wait for each other */
+    /* four independent sums, because additions to one sum would have to wait for each other */
     double s[4] = {0};
     int64_t d = 0;
     for (; d + 4 <= n; d += 4) {
@@ -52,8 +53,8 @@ static inline int64_t ref_i32(const gk_tensor *t, int64_t i) {
 }
 
 /* ---- sequences ------------------------------------------------------------------------------- */
-/* The tokens of a batch, sequence after sequence. Sequence b owns [b * length, (b + 1) *
- * length), or the range that cu_seqlens [batch + 1] gives. */
+/* Tokens are numbered across the batch. Sequence b owns tokens [b * length, (b + 1) * length), or
+ * [cu_seqlens[b], cu_seqlens[b + 1]) if there are cu_seqlens. */
 typedef struct ref_sequences {
     const gk_tensor *cu_seqlens;
     int64_t batch, length;
@@ -65,7 +66,7 @@ static inline int64_t ref_start(const ref_sequences *s, int64_t b) {
 
 /* The sequence that owns the token, or `batch` if none does. */
 static inline int64_t ref_owner(const ref_sequences *s, int64_t token) {
-    /* the last b with start(b) <= token, so that empty sequences in front of it are skipped */
+    /* The last b with start(b) <= token. Empty sequences before it have the same start. */
     int64_t lo = 0, hi = s->batch;
     while (lo < hi) {
         int64_t mid = (lo + hi + 1) / 2;
@@ -115,6 +116,7 @@ typedef struct ref_scores {
     int64_t b, h, seq_q;
 } ref_scores;
 
+/* Offset of element `at` of a tensor whose dimensions of size 1 broadcast. */
 static inline int64_t ref_place(const gk_tensor *t, const int64_t *at) {
     int64_t offset = 0;
     for (int d = 0; d < t->ndim; ++d) offset += t->shape[d] == 1 ? 0 : at[d] * t->stride[d];
@@ -132,6 +134,7 @@ static inline ref_scores ref_scores_make(const gk_attn_scores *x, int64_t b, int
     return s;
 }
 
+/* The lowest finite number of a dtype. Such a bias hides the key, as -inf does. */
 static inline double ref_lowest(gk_dtype dtype) {
     return dtype == GK_F64    ? -DBL_MAX
            : dtype == GK_F16  ? -65504.0
@@ -156,7 +159,7 @@ static inline bool ref_scores_add(const ref_scores *s, int64_t i, int64_t j, dou
 }
 
 /* ---- one block of rows ----------------------------------------------------------------------- */
-/* Key j of one sequence and one head: where its row in k and v is, in pages or contiguous. */
+/* The keys of one sequence and one head: where row j of k and v is, in pages or contiguous. */
 typedef struct ref_keys {
     const gk_tensor *k, *v;
     int64_t k_at, v_at;                 /* offsets of key 0 (in page 0) */
@@ -186,8 +189,9 @@ static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int6
 }
 
 enum {
-    /* keys, and in the backward pass rows, that are summed before they are added to the total;
-     * one chain of hundreds would have a larger error than float32 vectors */
+    /* Keys, and in the backward pass rows, that are summed before the sum is added to the total. A
+     * single chain of additions over all keys would have a larger error than the vector kernels
+     * have in float32. */
     REF_KEYS = 32
 };
 
@@ -202,9 +206,10 @@ typedef struct ref_block {
     int64_t head, i0, rows;
     int64_t q_at[REF_ROWS], out_at[REF_ROWS], lse_at[REF_ROWS], lo[REF_ROWS], hi[REF_ROWS];
     const gk_attn_keep *dropout; /* NULL: none */
-    int64_t drop_row[REF_ROWS];  /* the dropout's number of each row */
-    bool accumulates; /* out and lse hold the attention over other keys and become that over both */
-    const ref_scores *scores; /* NULL: none */
+    int64_t drop_row[REF_ROWS];  /* each row's number in the dropout law (attn_dropout.h) */
+    /* true: out and lse hold the attention over other keys; this call adds its keys to it */
+    bool accumulates;
+    const ref_scores *scores; /* NULL: no mask and no bias */
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
@@ -215,7 +220,7 @@ static inline void ref_attend(const ref_block *x) {
     const double *q[REF_ROWS];
     int64_t head_dim = x->q->shape[x->q->ndim - 1], head_dim_v = x->out->shape[x->out->ndim - 1];
 
-    /* 1. the sink opens each row's softmax */
+    /* 1. each row's softmax starts with the sink, if there is one */
     int64_t first = INT64_MAX, end = INT64_MIN;
     for (int64_t r = 0; r < x->rows; ++r) {
         q[r] = ref_row(x->q, x->q_at[r], head_dim, q_buf[r]);
@@ -283,7 +288,7 @@ static inline void ref_attend(const ref_block *x) {
 
     /* 3. divide and store; total is 0 if the row sees nothing */
     for (int64_t r = 0; r < x->rows; ++r) {
-        /* the earlier result counts as one more key, whose score is its lse */
+        /* The earlier result counts as one more key: its score is lse, its value is out. */
         if (x->accumulates) {
             const double earlier = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
             if (earlier > peak[r]) {

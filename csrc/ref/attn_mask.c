@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/attn_mask: builds a stored mask (layout in csrc/core/attn_mask.h). The CPU uses it, and
- * the tests compare CUDA's builder with it.
+/* ref/attn_mask: builds a stored mask (layout in csrc/core/attn_mask.h). The CPU uses this
+ * builder, and the tests compare CUDA's builder with it.
  *
- * A task builds the flags, list and words of one tile of queries of one head. With transposed
- * tables, further tasks build a tile of keys each. A last pass sorts the tiles of each head by
- * the length of their lists, longest first. A block is 128 rows of 128 bits. Blocks of ranges or
- * columns that no edge crosses are classified without computing their bits. */
+ * A first pass has a task for each tile of queries of each head, which builds the tile's flags,
+ * list and words. With transposed tables there is also a task for each tile of keys. A second pass
+ * sorts the tiles of each head by the length of their lists, longest first, and stores the ranges.
+ *
+ * A block is 128 rows of 128 bits. If a mask consists of ranges or columns, a block that no edge of
+ * a range crosses is found full or empty without computing its bits. */
 #include "../core/attn_mask.h"
 #include "../core/dispatch.h"
 #include "../core/internal.h"
@@ -55,6 +57,7 @@ static void column_of(const head *x, int64_t key, int32_t c[4]) {
                    x->g->a->is_causal, key, c);
 }
 
+/* True if the list of a tile of queries contains the block. */
 static bool lists(const head *x, const gk_tensor *num, const gk_tensor *list, int64_t tile,
                   int64_t block) {
     if (!num) return false;
@@ -92,11 +95,10 @@ static void row_of_bits(const head *x, const gk_tensor *t, int64_t row, int64_t 
     }
 }
 
-/* The bits of a block. A block in the list of full blocks has all bits set; a block in no list
- * has none. */
+/* The bits of a block. */
 typedef struct block {
     uint32_t bits[GK_MASK_TILE][4];
-    int64_t rows, cols; /* those within Sq and Sk */
+    int64_t rows, cols; /* the rows and columns within Sq and Sk */
 } block;
 
 static void block_make(block *to, const head *x, int64_t tile, int64_t kb) {
@@ -159,9 +161,10 @@ static void block_transpose(block *to, const block *x) {
 }
 
 /* ---- blocks that no edge crosses ------------------------------------------------------------- */
-/* The bounds of one half, [x, y), of the ranges in a tile: where the first begins (some_from)
- * and the last begins (all_from), where the first ends (all_to) and the last ends (some_to). If
- * a row's range is empty, no block is full by this half. */
+/* A row has two ranges of keys that it sees; with columns, a key has two ranges of rows that do not
+ * see it. A hull bounds one of the two over all rows, or keys, of a tile. Every range lies within
+ * [some_from, some_to) and contains [all_from, all_to). If one of them is empty, the latter
+ * interval is empty. */
 typedef struct hull {
     int64_t some_from, all_from, all_to, some_to;
 } hull;
@@ -202,7 +205,8 @@ static void hulls_of(const head *x, int64_t tile, hull to[2]) {
     }
 }
 
-/* The kind of block (tile, kb) if the hulls decide it, otherwise -1. */
+/* GK_BLOCK_EMPTY or GK_BLOCK_FULL if the hulls decide the kind of block (tile, kb), otherwise -1.
+ * Ranges name the keys that are seen, and columns name the rows that are hidden. */
 static int class_by_hulls(const head *x, const hull hulls[2], int64_t tile, int64_t kb) {
     const bool ranges = x->g->store == GK_MASK_RANGES;
     const int64_t from = (ranges ? kb : tile) * GK_MASK_TILE;
@@ -227,7 +231,7 @@ static void build_tile(const head *x, int64_t major, bool by_keys) {
     int32_t *words = x->out + (by_keys ? at->words_t : at->words);
     int32_t count = 0, full = 0, kept = 0;
     hull hulls[2];
-    /* the hulls are the same for all blocks of the tile */
+    /* true: one pair of hulls serves all blocks of the tile; false: each block has its own pair */
     const bool own_hulls = by_keys ? columns : ranges;
     if (own_hulls) hulls_of(x, major, hulls);
     for (int64_t minor = 0; minor < n; ++minor) {
@@ -278,8 +282,8 @@ static void tile_task(void *arg, int64_t task, int64_t worker) {
     build_tile(&x, by_keys ? tile - g->at.tiles_q : tile, by_keys);
 }
 
-/* Longest lists first. Among equal ones the later tile comes first, because a causal mask makes
- * it the more expensive one. */
+/* Insertion sort: longest list first. Between equal lengths the later tile comes first, because
+ * under a causal mask it has more work. */
 static void sort_tiles(int32_t *tiles, int64_t n) {
     for (int64_t i = 1; i < n; ++i) {
         int32_t x[4];
@@ -316,7 +320,7 @@ void gk_ref_attn_mask(const gk_context *ctx, const gk_attn_mask_args *a) {
     builder g = {.a = a, .store = gk_mask_store_of(a->source), .heads = out->shape[1]};
     g.at = gk_mask_layout_of(g.store, a->seq_q, a->seq_k, a->transposed != 0);
     g.masks = out->shape[0] * out->shape[1];
-    /* unused ends of lists and words are 0, so that equal masks are equal in memory */
+    /* The unused ends of lists and words are 0, so that equal masks have equal bytes. */
     if (g.masks * g.at.total > 0) memset(out->data, 0, 4 * (size_t)(g.masks * g.at.total));
     gk_parallel(ctx, g.masks * (g.at.tiles_q + (a->transposed ? g.at.tiles_k : 0)), tile_task, &g);
     gk_parallel(ctx, g.masks, head_task, &g);

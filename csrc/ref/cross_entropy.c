@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a
- * task for each row. */
+/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double. A
+ * task is one row. */
 #include "gpukern_train.h"
 #include "rows.h"
 
@@ -16,7 +16,7 @@ static double w_of(const gk_cross_entropy_args *a, int64_t i) {
     return a->weight ? ref_vector_at(a->weight, i) : 1;
 }
 
-/* The terms of a row, and with_lse also its lse over all columns. */
+/* The terms of a row. lse is computed, over the columns at hand, only if with_lse. */
 static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t classes, bool with_lse) {
     terms t = {.n = last_size(&a->logits),
                .target = ((const int64_t *)a->target.data)[ref_row_offset(&a->target, row, 0)]};
@@ -88,7 +88,7 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     const bool whole = call->more.num_classes == last_size(&a->logits);
     terms t = terms_of(a, row, call->more.num_classes, whole);
     const gk_tensor *grad = &bwd->grad_loss;
-    /* a part of the logits does not give the lse of all */
+    /* logits are a slice of the vocabulary: take the lse over all of it from the caller */
     if (!whole) t.lse = gk_load(a->lse.data, a->lse.dtype, row);
     const double g = gk_load(grad->data, grad->dtype, ref_row_offset(grad, row, 0));
     put_gradient(a, &call->more, row, &t, g);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/flash_attn: attention and its gradients in plain loops, dense and packed, with every
- * option.
+/* ref/flash_attn: attention and its gradients in plain loops, in double, dense and packed, with
+ * every option. Tests compare the kernels with it, and it serves float64 on the CPU.
  *
  *  s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|   lse_i = log(e^sink + sum_j e^s_ij)
  *  p_ij = exp(s_ij - lse_i)   out_i = sum_j p_ij v_j        delta_i = dout_i . out_i - dlse_i
@@ -8,11 +8,11 @@
  *  dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
  *  dsink = -sum_i exp(sink - lse_i) delta_i
  *
- * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys
- * for dk and dv, so that no two tasks add to the same place. Nothing of size seq_q x seq_k is
- * stored. All sums are double.
- * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence
- * share each row loaded. */
+ * The backward is Algorithm 2 of Dao 2023, arXiv:2307.08691, run twice: by rows for dq, and by keys
+ * for dk and dv. So no two tasks add to the same element. Nothing of size seq_q x seq_k is stored.
+ *
+ * A task owns REF_TOKENS tokens of one head. Within it, a block of up to REF_ROWS tokens of one
+ * sequence shares every row that is loaded. */
 #include "gpukern.h"
 #include "attn.h"
 
@@ -52,7 +52,7 @@ static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t s
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
 
-/* The dropout's number of that token: the number of its element in lse. */
+/* The row number that the dropout law takes: the index of the token's element in lse. */
 static int64_t drop_row(const flash_job *job, int64_t b, int64_t start, int64_t h, int64_t i) {
     return job->packed ? (start + i) * job->heads_q + h
                        : (b * job->heads_q + h) * job->q.length + i;
@@ -62,7 +62,7 @@ static int64_t token_step(const flash_job *job, const gk_tensor *t) {
     return t->stride[job->packed ? 0 : 2];
 }
 
-/* One sequence: where its tokens start, how many there are, which keys its rows see. */
+/* One sequence: its first tokens, its lengths, and the keys that its rows see. */
 typedef struct sequence {
     int64_t b, start_q, start_k, seq_q, seq_k, diagonal;
     gk_span span;
@@ -156,8 +156,8 @@ void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args
 }
 
 /* ---- backward: one row ----------------------------------------------------------------------- */
-/* The values that both passes need of row i of head h. row_load returns false if lse is -inf:
- * the row saw no key and has no gradient. */
+/* The values of row i of head h that both backward passes need. row_load returns false if lse is
+ * -inf: the row saw no key and has no gradient. */
 typedef struct row {
     double lse, delta;
     int64_t drop_row;
@@ -181,8 +181,9 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     return true;
 }
 
-/* For a pair within the span: p_ij as it enters dv, ds_ij, and raw, the gradient in front of
- * softcap. Returns false if a mask or a bias hides the key. */
+/* For a row and a key within its span: p, the probability after dropout, which enters dv; ds, the
+ * gradient of scale q k; and raw, the gradient of the score, which is that of a bias. Returns false
+ * if a mask or a bias hides the key. */
 static bool pair_gradient(const flash_job *job, const ref_score *score, const ref_scores *scores,
                           const row *r, const double *k, const double *v, int64_t i, int64_t j,
                           double *p, double *ds, double *raw) {
@@ -317,8 +318,8 @@ static void dkv_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward of the sinks ------------------------------------------------------------------- */
-/* The sum over the given keys of P (dP - delta), if the call has only a part of all keys
- * (is_part). */
+/* The sum of P (dP - delta) over the keys of this call. Used if they are a part of all keys
+ * (is_part; gpukern.h has the equation). */
 static double part_of_row(const flash_job *job, const sequence *s, const row *r, int64_t h,
                           int64_t i) {
     const gk_flash_attn_args *x = job->x;
@@ -346,14 +347,15 @@ static bool sees_any(const flash_job *job, const sequence *s, int64_t h, int64_t
     return false;
 }
 
-/* Rows that see only the sink count, too, whatever their dO holds: their lse is the sink. */
+/* A task owns one head. A row that sees no key has lse = sink, so it contributes its grad_lse. Its
+ * grad_out is not read and may be NaN. */
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const flash_job *job = arg;
     const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks,
                     *dlse = job->bwd->grad_lse;
     double sink = gk_load(sinks->data, sinks->dtype, task * sinks->stride[0]);
-    double sum = 0, lost = 0; /* compensated sum (Neumaier 1974): the rounding errors */
+    double sum = 0, lost = 0; /* compensated sum (Neumaier 1974); lost: its rounding errors */
     for (int64_t b = 0; b < job->q.batch && sink != -INFINITY; ++b) {
         sequence s = sequence_make(job, b);
         for (int64_t i = 0; i < s.seq_q; ++i) {
@@ -376,8 +378,8 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward of biases ---------------------------------------------------------------------- */
-/* Adds dS in front of softcap, of row i of head h and keys [j0, j0 + n), to `sum`. step 0 (a
- * bias of one column) adds them all to sum[0]. */
+/* Adds the gradients of the scores of row i, head h and keys [j0, j0 + n) to sum[0], sum[step], ..
+ * step is 0 if the bias has one column: then all of them are added to sum[0]. */
 static void add_row_gradients(const flash_job *job, const sequence *s, int64_t h, int64_t i,
                               int64_t j0, int64_t n, double *sum, int64_t step) {
     const gk_flash_attn_args *x = job->x;

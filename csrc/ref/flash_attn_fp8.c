@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/flash_attn_fp8: converts q, k and v from e4m3 codes to doubles and calls ref/flash_attn.
- *
- *  q q_scale    k k_scale    v v_scale + v_mean, where v_mean is weighted with the probability
- *    that a row gives to its keys */
+/* ref/flash_attn_fp8: converts e4m3 codes to doubles, q q_scale, k k_scale and v v_scale + v_mean,
+ * and calls ref/flash_attn with them. */
 #include "../formats/attn_scales.h"
 #include "../core/internal.h"
 #include "../core/op.h"
@@ -10,7 +8,7 @@
 #include <stdlib.h>
 
 /* Converts one tensor. Token i of head h in sequence b is element [b, h, i] (packed [start + i,
- * h]). A token of no sequence is never read. */
+ * h]). Tokens that belong to no sequence stay 0; attention never reads them. */
 typedef struct decode_job {
     const gk_tensor *codes, *cu_seqlens; /* cu_seqlens NULL: dense */
     double *to;                          /* contiguous, with the codes' shape */
@@ -34,7 +32,7 @@ static void decode_token(const decode_job *x, int64_t b, int64_t h, int64_t i, i
     }
 }
 
-/* The tensor of doubles; data is NULL if there is not enough memory. */
+/* Returns the decoded tensor. Its data is NULL if the allocation fails. */
 static gk_tensor decode(decode_job x, int64_t batch) {
     const gk_tensor *t = x.codes;
     gk_tensor made = *t;

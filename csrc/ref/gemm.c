@@ -2,18 +2,18 @@
 /* ref/gemm: out = activation(alpha * (a @ b) + beta * c + bias), and the activation's derivative.
  *
  * a [batch..., M, K], b [batch..., K, N] or [K, N], bias [N]; c broadcasts to out [batch..., M, N].
- * Any dtype and strides. Sums are double and run over k in order: RUN products at a time, then the
- * runs are added, because one chain over all of k would have a larger error than PyTorch's. out and
- * preact are each rounded once from the same double. A task owns a tile of BM x BN results of one
- * batch entry; its sums and one row of b are on the stack. */
+ * Any dtype and strides. Sums are double. RUN products are summed in the order of k, and then these
+ * sums are added, because one chain over all of k would have a larger error than PyTorch's. out and
+ * preact are each rounded once, from the same double. A task owns a tile of BM x BN results of one
+ * batch entry. Its sums and one row of b are on the stack. */
 #include "activation.h"
 
 enum {
     BM = 8,
     BN = 64,
     RUN = 128
-    /* 4 KB of sums; a strided b touches BN cache lines for each k, and the next k reads them again
-     */
+    /* The tile has 4 KB of sums. If b is strided along n, one k touches BN cache lines, which the
+     * next k reads again. */
 };
 
 /* ---- gemm ------------------------------------------------------------------------------------ */
@@ -38,7 +38,7 @@ static int64_t inner_stride(const gk_tensor *t, int from_end) {
     return t->stride[t->ndim - from_end];
 }
 
-/* b[k, j0 .. j0 + cols) as doubles. */
+/* n elements of a tensor, `stride` apart, as doubles. */
 static void load_strided(double *to, const gk_tensor *t, int64_t offset, int64_t stride,
                          int64_t n) {
     switch (t->dtype) {
@@ -86,7 +86,7 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
     }
 
     /* 2. c, bias, the activation, the stores */
-    /* with beta 0 c is not read, it may hold NaN */
+    /* with beta 0, c is not read: it may hold NaN */
     const gk_tensor *c = x->c && x->beta != 0 ? x->c : NULL;
     int64_t c_at = c ? batch_offset(c, &x->out, batch, 2) : 0;
     int64_t c_m = c ? inner_stride(c, 2) : 0, c_n = c ? inner_stride(c, 1) : 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm, sparse_pack, sparse_gemm by their definitions, element by element, in double.
- * The CPU uses this sparse_pack. */
+/* grouped_gemm, sparse_pack and sparse_gemm by their definitions (gpukern_quant.h), one element at
+ * a time, in double. sparse_pack is also the CPU's kernel. */
 #include "../core/internal.h"
 #include "../formats/scales.h"
 #include "activation.h"

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* norm: RMSNorm and LayerNorm by their equations, in double. A forward task is one row. Backward
- * tasks are one row of dx, or one column of dweight and dbias. */
+/* norm: RMSNorm and LayerNorm by their equations, in double. A forward task is one row. A backward
+ * task is one row of dx, or COLUMNS columns of dweight and dbias. */
 #include "rows.h"
 
 typedef struct stats {
     double mean, rstd;
 } stats;
 
-/* Loads row `row` of h. */
+/* The mean (0 for RMSNorm) and 1 / sqrt(variance + eps) of a row of h. */
 static stats stats_of(const gk_tensor *h, int64_t row, gk_norm_kind kind, double eps) {
     const int64_t n = last_size(h);
     double sum = 0, squares = 0;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/paged_attn: attention over a paged cache, writes into the cache, and the merge of two
- * attention results.
+ * attention results, in double. Also the float64 kernels of the CPU.
  *
- * Query t of the n_b queries of sequence b is at position seq_lens[b] - n_b + t. It reads key j
- * from row j % block_size of page block_table[b, j / block_size]. A task of paged_attn owns
- * REF_TOKENS tokens of one head. */
+ * Sequence b has n_b queries; query t is at position seq_lens[b] - n_b + t. Key j is row
+ * j % block_size of page block_table[b, j / block_size]. A task of paged_attn owns REF_TOKENS
+ * tokens of one head. */
 #include "attn.h"
 
 typedef struct paged_job {
@@ -48,7 +48,7 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
-    /* a query in front of the first key sees none */
+    /* without GK_PAGED_ALLOW_SHORT, a query at a negative position sees no key */
     const bool nobody = !(x->flags & GK_PAGED_ALLOW_SHORT);
     for (int64_t r = 0; r < rows; ++r) {
         block.q_at[r] = (token + r) * x->q.stride[0] + h * x->q.stride[1];
@@ -155,7 +155,7 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     int ndim = x->lse.ndim;
     double lse_a = gk_load(x->lse_a.data, x->lse_a.dtype, row_offset(&x->lse_a, ndim, row));
     double lse_b = gk_load(x->lse_b.data, x->lse_b.dtype, row_offset(&x->lse_b, ndim, row));
-    /* this side saw no key and is not read */
+    /* a side whose lse is -inf saw no key, and its out is not read */
     bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
     double lse = no_a ? lse_b : lse_a, weight_a = 1, weight_b = 1;
     if (!no_a && !no_b) {

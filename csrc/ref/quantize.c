@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize, dequantize by their definitions, one block and one element at a time. Values are
- * computed in double. The quotient x / scale is float32, or float64 for a float64 x. */
+/* quantize and dequantize by their definitions (gpukern_quant.h), one block and one element at a
+ * time. Values are computed in double. The quotient x / scale is float32, or float64 for a float64
+ * x. A block is read twice, for amax and for the codes. With one scale per tensor, the first pass
+ * reads all rows before the second begins. */
 #include "../core/internal.h"
 #include "../formats/scales.h"
 
@@ -77,13 +79,13 @@ void gk_ref_quantize(const gk_context *ctx, const gk_quantize_args *a) {
                           j0 = b % across * bk;
             if (!whole) most = 0;
             for (int half = pass == 0 || !whole ? 0 : 1; half < (pass ? 2 : 1); ++half) {
-                if (half) { /* amax is known */
+                if (half) { /* amax is known: compute the scale, then the codes */
                     if (a->given) {
                         scale = gk_load(a->given->data, a->given->dtype, whole ? 0 : b);
                     } else {
                         if (a->scale_ub && !isnan(most))
                             most = fmin(most, *(const float *)a->scale_ub->const_data);
-                        /* for a float64 x outside float32's range; its codes saturate */
+                        /* the minimum matters for a float64 x beyond float32; its codes saturate */
                         float s = (float)fmin(most / q, FLT_MAX);
                         if (!wide) s = (float)most / (float)q;
                         s = fmaxf(s, 0x1p-126f);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope: rotary embedding by its equation, in double. A task is one token. */
+/* rope: rotary embedding by its equation (gpukern.h), in double. A task is one token. */
 #include "rows.h"
 
 static void rotate(const gk_rope_args *a, const gk_tensor *from_x, const gk_tensor *to_y, int64_t b,

@@ -14,9 +14,9 @@ static int64_t index_of(const gk_tensor *t, int64_t i) {
     return t->dtype == GK_I64 ? ((const int64_t *)t->data)[i] : ((const int32_t *)t->data)[i];
 }
 
-/* A head's row of q or k, normalised if there is a weight, and rotated. */
-static void turn(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at,
-                 const gk_tensor *weight, int64_t position, double *x) {
+/* Loads a head's row of q or k into x, normalises it if there is a weight, and rotates it. */
+static void normalise_and_rotate(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at,
+                                 const gk_tensor *weight, int64_t position, double *x) {
     const int64_t d = t->shape[2], half = a->cos.shape[1];
     double squares = 0;
     for (int64_t i = 0; i < d; ++i) {
@@ -38,6 +38,8 @@ static void turn(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at,
     }
 }
 
+/* Divides x by the scale and writes it to row `slot` of the cache. Values that are too large
+ * saturate. */
 static void write(const gk_tensor *cache, const gk_tensor *scale, int64_t h, int64_t slot,
                   const double *x) {
     const int64_t page = slot / cache->shape[1], row = slot % cache->shape[1];
@@ -59,6 +61,7 @@ static void write(const gk_tensor *cache, const gk_tensor *scale, int64_t h, int
     }
 }
 
+/* Tasks are numbered: first the heads of q, then those of k, then those of v. */
 static void head(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const gk_rope_kv_write_args *a = arg;
@@ -68,13 +71,15 @@ static void head(void *arg, int64_t task, int64_t worker) {
         const int64_t slot = index_of(&a->slots, t), position = index_of(&a->positions, t);
         if (task < heads_q) {
             const gk_tensor *to = &a->out_q;
-            turn(a, &a->q, t * a->q.stride[0] + task * a->q.stride[1], a->q_weight, position, x);
+            normalise_and_rotate(a, &a->q, t * a->q.stride[0] + task * a->q.stride[1], a->q_weight,
+                                 position, x);
             for (int64_t d = 0; d < to->shape[2]; ++d)
                 gk_store(to->data, to->dtype,
                          t * to->stride[0] + task * to->stride[1] + d * to->stride[2], x[d]);
         } else if (slot >= 0 && task < heads_q + heads) {
             const int64_t h = task - heads_q;
-            turn(a, &a->k, t * a->k.stride[0] + h * a->k.stride[1], a->k_weight, position, x);
+            normalise_and_rotate(a, &a->k, t * a->k.stride[0] + h * a->k.stride[1], a->k_weight,
+                                 position, x);
             write(&a->k_cache, a->k_scale, h, slot, x);
         } else if (slot >= 0) {
             const int64_t h = task - heads_q - heads, at = t * a->v.stride[0] + h * a->v.stride[1];

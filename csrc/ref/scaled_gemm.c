@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm by its definition, one element of the result at a time, in double. */
+/* scaled_gemm by its definition (gpukern_quant.h), one element of the result at a time, in double.
+ * A task is one row. */
 #include "../core/internal.h"
 #include "../formats/scales.h"
 #include "activation.h"
@@ -14,6 +15,7 @@ static double scale(const gk_scales *s, int64_t row, int64_t col) {
                    (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col);
 }
 
+/* An element of c or bias; dimensions of size 1 broadcast. */
 static double addend(const gk_tensor *t, int64_t row, int64_t col) {
     int64_t at = 0;
     if (t->ndim > 1 && t->shape[t->ndim - 2] > 1) at += row * t->stride[t->ndim - 2];

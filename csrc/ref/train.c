@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* train: dropout and AdamW by their equations, in double. A task is one row, or one tensor. */
+/* train: dropout and AdamW by their equations (gpukern_train.h), in double. A task of dropout is
+ * one row, a task of AdamW one parameter. */
 #include "gpukern_train.h"
 #include "../formats/philox.h"
 #include "activation.h"
@@ -43,11 +44,12 @@ static void adamw_tensor(void *arg, int64_t t, int64_t worker) {
     const double lr = scalar(a->lr_tensor, a->lr), step = scalar(&a->steps[t], 1);
     const double times = (a->maximize ? -1 : 1) * scalar(a->clip, 1) / scalar(a->grad_scale, 1);
     const double rate = lr / (1 - pow(a->beta1, step)), root = sqrt(1 - pow(a->beta2, step));
-    for (int64_t i = 0; i < gk_numel(w); ++i) { /* all tensors of the list have the same strides */
+    /* The tensors of a parameter have the same strides and are dense: i counts in memory order. */
+    for (int64_t i = 0; i < gk_numel(w); ++i) {
         const double g = times * gk_load(a->grads[t].data, w->dtype, i);
         double x =
             a->masters ? gk_load(a->masters[t].data, GK_F32, i) : gk_load(w->data, w->dtype, i);
-        /* not x -= lr decay x, because an infinite x must stay infinite with lr 0 */
+        /* not x -= lr decay x: with lr 0 an infinite x would become NaN */
         x *= 1 - lr * a->weight_decay;
         const double first = a->beta1 * gk_load(m->data, m->dtype, i) + (1 - a->beta1) * g;
         double second = a->beta2 * gk_load(v->data, v->dtype, i) + (1 - a->beta2) * g * g;

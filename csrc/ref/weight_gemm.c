@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm, pack_weight, unpack_weight by their definitions. The CPU uses this packing; a
- * task is a row of tiles. The product is computed one element of the result at a time, in
- * double, from weights rounded as the op specifies. */
+/* weight_gemm, pack_weight and unpack_weight by their definitions (gpukern_quant.h).
+ *
+ * The packing is also the CPU's kernel; a task is a row of tiles. The product is computed in
+ * double, one element at a time, from weights that are rounded to a's dtype. For an e4m3 a the
+ * weights are not rounded. A task is one row of the result. */
 #include "../formats/weight_tile.h"
 #include "../core/internal.h"
 #include "../formats/scales.h"
@@ -57,7 +59,8 @@ void gk_ref_unpack_weight(const gk_context *ctx, const gk_unpack_weight_args *ar
 }
 
 /* ---- the product ----------------------------------------------------------------------------- */
-static double bare_weight(const gk_weight_gemm_args *x, int64_t n, int64_t k, int64_t group) {
+/* code - zero, or the value of a floating-point code; without scales. */
+static double unscaled_weight(const gk_weight_gemm_args *x, int64_t n, int64_t k, int64_t group) {
     const uint8_t code = code_at(&x->packed, x->format, n, k);
     switch (x->format) {
     case GK_INT4: return (int8_t)((code ^ 8) - 8);
@@ -90,7 +93,7 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
         double sum = 0;
         for (int64_t kk = 0; kk < k; ++kk) {
             const int64_t group = kk >> log2;
-            double w = bare_weight(x, j, kk, group) *
+            double w = unscaled_weight(x, j, kk, group) *
                        gk_load(x->scale.data, x->scale.dtype,
                                group * x->scale.stride[0] + j * x->scale.stride[1]);
             if (x->a.dtype != GK_E4M3) { /* rounded to a's dtype */

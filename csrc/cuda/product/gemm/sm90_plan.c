@@ -248,12 +248,12 @@ static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void 
 }
 
 /* ---- the choice ------------------------------------------------------------------------------ */
-/* How Hopper's kernels compute a product. Small M and small N are bound by reading the long
- * operand, which is streamed past the short one. */
+/* How Hopper's kernels compute a product. If M or N is small, the time is bound by
+ * reading the long operand, which is streamed past the short one. */
 typedef enum Way {
     BY_TILES, /* tiles of the result */
-    SMALL_M,  /* swap-AB: the weights b are streamed past a's few rows */
-    SMALL_N   /* narrow tiles: a is streamed past b's few columns */
+    SMALL_M,  /* swap-AB for a small M: b is streamed */
+    SMALL_N   /* narrow tiles for a small N: a is streamed */
 } Way;
 
 static Way way_of(const GemmProblem *p, gk_dtype dtype) {
