@@ -136,7 +136,10 @@ class Tensor {
         view.data = nullptr;
         view.ndim = 0;
     }
-    explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+    explicit Tensor(AtenTensorHandle handle) : handle_(handle) {
+        view.data = nullptr;
+        view.ndim = 0;
+    }
     Tensor(Tensor &&other) noexcept
         : device(other.device), view(other.view), handle_(std::exchange(other.handle_, nullptr)) {}
     Tensor &operator=(Tensor &&other) noexcept {

@@ -4,9 +4,10 @@
  * stays. */
 #include "../core/internal.h"
 #include "../core/op.h"
+#include "../core/paged.h"
 
 enum {
-    MOST_COLUMNS = 512 /* head_dim */
+    MOST_COLUMNS = GK_CACHE_HEAD_DIM
 };
 
 static int64_t index_of(const gk_tensor *t, int64_t i) {

@@ -275,3 +275,22 @@ def test_the_cost_counts_a_latent_row_once(device):
     view, copy = cost(cache[..., :LATENT]), cost(cache[..., :LATENT].contiguous())
     assert copy["bytes"] - view["bytes"] == 256 * LATENT * 2
     assert view["flops"] == copy["flops"] == 2 * 256 * 16 * (WIDE + LATENT)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rotary_rows_as_wide_as_a_latent(dtype, device):
+    """rope_kv_write takes rows as wide as kv_cache_write does."""
+    gen = generator("wide rope", dtype)
+    q, k, v = (randn(gen, 3, heads, WIDE, dtype=dtype, device=device) for heads in (2, 1, 1))
+    angles = torch.randn(9, ROPE // 2, generator=gen, dtype=torch.float64)
+    cos, sin = angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
+    at, slots = torch.tensor([4, 0, 8], device=device), torch.tensor([5, 2, 0], device=device)
+
+    def written(run):
+        caches = [torch.zeros(2, 4, 1, WIDE, dtype=dtype, device=device) for _ in range(2)]
+        return run(q, k, v, cos, sin, at, *caches, slots), *caches
+
+    for got, want in zip(
+        written(torch_gpukern.rope_kv_write), written(reference.rope_kv_write), strict=True
+    ):
+        torch.testing.assert_close(got, want)
