@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_masked_sm90a: attention with a stored mask (../../../core/attn_mask.h), with a
- * bias
- * [.., Sq, Sk], or with both, on Hopper's tensor cores, 16-bit, dense. fwd_kernel.cuh has the
+ * bias [.., Sq, Sk], or with both, on Hopper's tensor cores, 16-bit, dense. fwd_kernel.cuh has the
  * equations and the steps, which are those of flash_attn_fwd_sm90a. fwd_masked.cuh has the
  * additional work of the producer.
  *
