@@ -36,7 +36,7 @@ namespace {
 
 constexpr int THREADS = 128; /* 16 heads of 128 in 16 bits */
 
-/* N elements that one instruction loads or stores. */
+/* N consecutive elements, aligned for loads and stores of up to 16 bytes. */
 template <class F, int N> struct alignas(N * sizeof(F) < 16 ? N * sizeof(F) : 16) Some {
     F v[N];
 };

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a.
+/* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a. In
+ * flash_attn_fwd_masked_sm90a it also reads mask words (MASK) and a bias (BIAS) from shared memory.
  *
  * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
  * weights P = 2^(S - m) and O += P V. S, P and O stay in registers. The row reference m changes
@@ -34,6 +35,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* A warpgroup's rows may see no key of a tile's first blocks. */
     static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
 
+    /* other_blocks needs SPLIT with MASK, which every masked tile has (MODIFIED is false) */
     static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
     typedef typename ParamsOf<Tile>::type Params;
 
