@@ -72,8 +72,8 @@ __device__ __forceinline__ uint32_t bits_of_query(const MmaScores &x, const int3
 }
 
 /* Bit 2 n + e: whether query `first` + 8 n + e sees key j. Only a dense store has a fixed place for
- * the transposed words of every block. The other stores keep few of them, in slots that only the
- * transposed lists name, so the bits are computed from `source` instead. */
+ * the transposed words of every block. The other stores keep few of them, and only the transposed
+ * lists say where, so the bits are computed from `source` instead. */
 __device__ __forceinline__ uint32_t bits_of_key(const MmaScores &x, const int32_t *data, int j,
                                                 int first) {
     if (x.store == GK_MASK_DENSE) {

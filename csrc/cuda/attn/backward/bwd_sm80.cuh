@@ -353,8 +353,7 @@ __device__ __forceinline__ void store_bias_gradients(const G &g, const float (&d
     }
 }
 
-/* modified_gradients for a call with a mask or biases. Also computes the gradients of the biases.
- */
+/* modified_gradients for a call with a mask or biases, with the gradients of the biases. */
 template <class T, bool DROP, int M, int N, class G>
 __device__ __forceinline__ void
 scored_gradients(const G &g, float (&s)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats,

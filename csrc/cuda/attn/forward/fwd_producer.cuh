@@ -43,10 +43,10 @@ struct FwdHopperParams {
 };
 
 /* A stored mask (attn_mask.h) and the order in which tiles of queries are taken. A block takes the
- * next tile when it is free, by a global counter. Heads are scheduled in groups whose K and V fit
- * into L2 together. Within a group, the tiles with the longest lists come first. All groups are
- * equally large except the first, which is the smaller one, so that the call ends with many short
- * tiles. */
+ * next tile when it is free, by a global counter. Heads are scheduled in groups whose K and V
+ * together are about as large as L2. Within a group, the tiles with the longest lists come first.
+ * All groups are equally large except the first, which is the smaller one, so that the call ends
+ * with many short tiles. */
 struct FwdMaskParams {
     const int32_t *data;
     int64_t batch, head; /* strides, 0 where the mask broadcasts */

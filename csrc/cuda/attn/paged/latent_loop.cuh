@@ -20,7 +20,8 @@
  *
  * Barriers of chunk w:
  *
- *   FULL[w][panel]   the panel has arrived. The scores begin with the first panel.
+ *   FULL[w][panel]   the panel has arrived. There is one for each panel, so that the scores can
+ *                    begin before the whole chunk is there.
  *   EMPTY[w][part]   a part may be overwritten. Parts: columns 0 .. 255 (warpgroup 0 has multiplied
  *                    them), columns 256 .. 511 (warpgroup 1 has), rotary columns (the other
  *                    warpgroup has read P from there). 4 arrivals, one for each warp
@@ -112,8 +113,7 @@ __device__ __forceinline__ void load_q(const LatentParams &a, const LatentTile &
     }
 }
 
-/* Loads part 0, 1 or 2 of chunk w. (page, row): where this lane's box begins in the cache. One
- * warp. */
+/* Loads part 0, 1 or 2 of chunk w. (page, row): where this lane's box is in the cache. One warp. */
 __device__ __forceinline__ void load_part(const LatentParams &a, int w, int part, int page, int row,
                                           smem_addr smem_s, uint64_t policy) {
     typedef LatentSmem S;
@@ -129,8 +129,7 @@ __device__ __forceinline__ void load_part(const LatentParams &a, int w, int part
                        &a.cache, {{0, row, panel, page, 0}}, full_s, policy);
 }
 
-/* The producer warp. Of both chunks it first loads the part with which that chunk's scores begin.
- */
+/* The producer warp. It first loads the part of each chunk with which the scores begin. */
 __device__ __forceinline__ void latent_produce(const LatentParams &a, const LatentShare &share,
                                                smem_addr smem_s, int rank) {
     typedef LatentSmem S;

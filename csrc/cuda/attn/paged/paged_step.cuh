@@ -3,9 +3,9 @@
  * of the rows that the warp serves.
  *
  * The maximum is lazy: a lane looks at its own keys. The lanes exchange maxima and rescale O only
- * if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2 (in log2 units). 8-bit codes
- * are multiplied as float16, which represents them exactly; each row of q is scaled by a power of
- * two. */
+ * if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2 (as a power of 2). 8-bit
+ * codes are multiplied as float16, which represents them exactly; each row of q is scaled by a
+ * power of two. */
 #ifndef GPUKERN_CUDA_PAGED_STEP_CUH
 #define GPUKERN_CUDA_PAGED_STEP_CUH
 

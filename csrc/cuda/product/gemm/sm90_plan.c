@@ -256,7 +256,7 @@ static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void 
  * operand, which is streamed past the short one. */
 typedef enum Way {
     BY_TILES, /* tiles of the result */
-    SMALL_M,  /* swap-AB: the weights b are streamed past a's few rows */
+    SMALL_M,  /* swap-AB: the weights b are streamed past the rows of a */
     SMALL_N   /* narrow tiles: a is streamed past b's few columns */
 } Way;
 
