@@ -223,8 +223,7 @@ __device__ __forceinline__ void add_scores(float (&s)[32], smem_addr q_s, smem_a
     }
 }
 
-/* O += P V over the 64 keys of a chunk, for columns 256 W .. 256 W + 255 of V. add false: O = P V.
- */
+/* O += P V over the 64 keys of a chunk, for 256 columns of V from 256 W on. add false: O = P V. */
 template <class T, int W>
 __device__ __forceinline__ void add_values(float (&o)[128], const uint32_t (&p)[4][4],
                                            smem_addr chunk_s, bool add) {

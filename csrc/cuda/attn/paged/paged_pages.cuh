@@ -10,7 +10,7 @@
  *              represents every code exactly.
  *
  * Columns may be summed in any order. CodePages permutes the columns of K, V and O so that four
- * consecutive bytes of a row belong to one lane; q and out are permuted to match (q_col, out_col).
+ * consecutive bytes of a row belong to one lane. q and out are permuted to match (q_col, out_col).
  */
 #ifndef GPUKERN_CUDA_PAGED_PAGES_CUH
 #define GPUKERN_CUDA_PAGED_PAGES_CUH

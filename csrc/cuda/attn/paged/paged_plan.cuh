@@ -15,8 +15,7 @@
  * A block leaves at most two splits: one of the tile that it shares with the block before, one of
  * the tile that it shares with the block after.
  *
- * Even shares: Stream-K, Osama et al. 2023. Splits of a context: Flash-Decoding, Dao et al. 2023.
- */
+ * Even shares: Stream-K, Osama et al. 2023. Splits of keys: Flash-Decoding, Dao et al. 2023. */
 #ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
 #define GPUKERN_CUDA_PAGED_PLAN_CUH
 

@@ -293,8 +293,7 @@ template <class Pages, bool CLUSTERS> struct Loader {
     }
 
     /* Loads the first table entries at the same time as the length, not after it. Entries past the
-     * length are not used. With a window, look_up needs other keys and loads their entries itself.
-     */
+     * length are not used. With a window, look_up needs other keys and loads those entries. */
     __device__ __forceinline__ void load_early(const StreamParams &a) {
         const int *entry;
         early_key = early_place(a, &entry);

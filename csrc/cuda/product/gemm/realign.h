@@ -29,8 +29,7 @@ typedef struct RealignMatrix {
     int32_t inner, ndim;
     uint32_t total;  /* chunks of the copy */
     bool transposed; /* 32-bit elements: strides count these, `inner` counts 16-bit halves */
-    /* Divisors by sizes. `batch` and `stride` have only the batch dimensions that do not broadcast.
-     */
+    /* Divisors by sizes. `batch` and `stride` skip batch dimensions that broadcast. */
     Divisor chunks, outer, batch[REALIGN_DIMS];
     int64_t stride[REALIGN_DIMS];
 } RealignMatrix;
