@@ -1,8 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scores.cuh: a mask and biases of an attention call (gk_attn_scores) as the plain kernels read
- *   them, pair by pair: s_ij = score(q_i k_j) + bias_ij + distance_bias_(j - i + Sq - 1), hidden
- *   where the mask says so or a bias is -inf or the lowest
- * finite number of its dtype. Dense calls only. */
+/* scores.cuh: the mask and the biases of an attention call (gk_attn_scores), read one pair (i, j)
+ * of query and key at a time.
+ *
+ *   s_ij = score(q_i k_j) + bias_ij + distance_bias[j - i + Sq - 1]
+ *
+ * A pair is hidden if the mask hides it, or if one of its biases is -inf or the lowest finite
+ * number of the bias's dtype. The plain kernels use this file. The mma.sync kernels extend Scores
+ * in scores_mma.cuh. Dense calls only. */
 #ifndef GPUKERN_CUDA_SCORES_CUH
 #define GPUKERN_CUDA_SCORES_CUH
 
@@ -13,28 +17,29 @@
 #include <float.h>
 
 struct Scores {
-    const int32_t *mask; /* NULL = none */
-    int64_t mask_batch, mask_head;
+    const int32_t *mask;           /* NULL = none */
+    int64_t mask_batch, mask_head; /* strides of the mask; 0 where it broadcasts */
     gk_mask_layout at;
     gk_mask_store store;
     int seq_q, seq_k;
     const void *bias; /* NULL = none; strides are 0 where it broadcasts */
     int64_t bias_stride[4];
     gk_dtype bias_dtype;
-    const void *distance; /* NULL = none; of the sums' type */
+    const void *distance; /* distance_bias, NULL = none; float, or double for float64 */
     int64_t distance_head, distance_step;
-    bool any;
+    bool any; /* the call has a mask or a bias */
 };
 
-/* Those of one head of one sequence. */
+/* The mask and the biases of one head of one sequence. */
 template <class W> struct HeadScores {
     gk_mask mask; /* flags NULL = none */
     const char *bias;
     int64_t row, col; /* strides of bias */
     gk_dtype dtype;
-    const W *distance; /* of distance 0 */
+    const W *distance; /* the element for j = i */
     int64_t distance_step;
 
+    /* Reads the bias of row i and key j. Returns false if its value hides the key. */
     __device__ __forceinline__ bool read_bias(int i, int j, W *value) const {
         const int64_t at = i * row + j * col;
         switch (dtype) {
@@ -51,7 +56,7 @@ template <class W> struct HeadScores {
         default: return false; /* check_scores refuses other dtypes */
         }
     }
-    /* Adds the biases of row i and key j to s; false: the key is hidden. */
+    /* Adds the biases of row i and key j to s. Returns false if the key is hidden. */
     __device__ __forceinline__ bool add(int i, int j, W *s) const {
         if (mask.flags && !gk_mask_sees(&mask, i, j)) return false;
         W value;

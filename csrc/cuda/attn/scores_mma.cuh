@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scores_mma.cuh: a mask and biases (scores.cuh) for tiles of scores in mma accumulators: what the
- * mma.sync kernels add to a score, -inf where a pair is hidden.
+/* scores_mma.cuh: the mask and the biases of an attention call (scores.cuh) for tiles of scores in
+ * mma accumulators. The mma.sync kernels fwd_sm80.cuh and bwd_sm80.cuh use it. It computes what is
+ * added to each score; a hidden pair becomes -inf.
  *
- * A tile never spans two blocks of a stored mask (../../core/attn_mask.h). A lane reads the bits of
- * its rows as 32-bit words in the order of its accumulators: bit 2 n + e is column 8 n + 2 (lane %
- * 4) + e of the block. Biases are read straight from memory, whatever their strides. */
+ * A tile never spans two blocks of a stored mask (../../core/attn_mask.h). A lane reads the mask
+ * bits of a row as one 32-bit word, in the order of the lane's accumulators: bit 2 n + e is column
+ * 8 n + 2 (lane % 4) + e of the block. Biases of any strides are read from global memory without
+ * staging. */
 #ifndef GPUKERN_CUDA_SCORES_MMA_CUH
 #define GPUKERN_CUDA_SCORES_MMA_CUH
 
@@ -15,15 +17,16 @@
 
 struct MmaScores : Scores {
     int tiles_k;
-    float least; /* a bias up to this hides the key */
-    bool wide;   /* the bias is float32 */
-    bool paired; /* elements 2 i and 2 i + 1 of a row of the bias are one aligned word */
+    float least; /* a bias of at most this value hides the key */
+    bool wide;   /* the bias is float32; otherwise it has the dtype of q */
+    bool paired; /* elements 2 i and 2 i + 1 of a row of the bias can be read by one aligned load */
 };
 
-/* The parameters of a kernel with a mask or a bias: those of the kernel without. */
+/* The parameters of a kernel with a mask or a bias: those of the kernel without (P), and scores. */
 template <class P> struct Scored : P {
     MmaScores scores;
-    /* forward, workspace, 0 at the start, a byte a tile of queries: its result has a NaN or inf */
+    /* Forward only: one byte for each tile of queries, in the workspace, cleared before the launch.
+     * The kernel sets it if the tile's result holds a NaN or inf (fwd_mend.cuh). */
     uint8_t *spoilt;
 };
 
@@ -35,7 +38,7 @@ __device__ __forceinline__ const int32_t *mask_of(const MmaScores &x, int b, int
     return x.mask + b * x.mask_batch + head * x.mask_head;
 }
 
-/* The flag of the block of query i and key j; `data` is mask_of's. */
+/* The flag of the mask's block that holds query i and key j. data: what mask_of returns. */
 __device__ __forceinline__ int block_flag(const MmaScores &x, const int32_t *data, int i, int j) {
     return __ldg((const uint8_t *)(data + x.at.flags) + i / GK_MASK_TILE * x.tiles_k +
                  j / GK_MASK_TILE);
@@ -68,8 +71,9 @@ __device__ __forceinline__ uint32_t bits_of_query(const MmaScores &x, const int3
     return bits;
 }
 
-/* Bit 2 n + e: whether query `first` + 8 n + e sees key j. The words by keys of a store that keeps
- * few of them are not read: their places stand in lists alone. */
+/* Bit 2 n + e: whether query `first` + 8 n + e sees key j. Only a dense store has a fixed place for
+ * the transposed words of every block. The other stores keep few of them, and only the transposed
+ * lists say where, so the bits are computed from `source` instead. */
 __device__ __forceinline__ uint32_t bits_of_key(const MmaScores &x, const int32_t *data, int j,
                                                 int first) {
     if (x.store == GK_MASK_DENSE) {
@@ -102,21 +106,22 @@ template <class T>
 __device__ __forceinline__ float bias_at(const MmaScores &x, const char *from, int64_t at) {
     return x.wide ? __ldg((const float *)from + at) : to_f32(((const T *)from)[at]);
 }
-/* Elements `at` and at + 1, in one load. */
+/* Elements `at` and `at` + 1 by one load. */
 template <class T>
 __device__ __forceinline__ float2 bias_pair(const MmaScores &x, const char *from, int64_t at) {
     return x.wide ? __ldg((const float2 *)((const float *)from + at))
                   : unpack2<T>(__ldg((const unsigned *)((const T *)from + at)));
 }
 
-/* The distance bias of distance 0 of a head. */
+/* The element of a head's distance bias for j = i. */
 __device__ __forceinline__ const float *distances_of(const MmaScores &x, int head) {
     return (const float *)x.distance + head * x.distance_head + (x.seq_q - 1) * x.distance_step;
 }
 
 /* ---- forward: rows are queries --------------------------------------------------------------- */
-/* Adds the biases to s [M][N][4], scores in natural units, and hides pairs. row0, key0: of the
- * lane's s[0][0][0]. */
+/* Adds the biases to the scores s [M][N][4] in natural units, and sets hidden pairs to -inf. row0,
+ * key0: query and key of the lane's s[0][0][0]. Rows and keys past the end read the last one's
+ * bias; such keys are hidden already, and such rows are not stored. */
 template <class T, int M, int N>
 __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores &x, int b, int head,
                                            int row0, int key0) {
@@ -138,7 +143,7 @@ __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores 
                     }
             }
     }
-    if (x.bias && x.bias_stride[2] == 0) { /* the same for all queries */
+    if (x.bias && x.bias_stride[2] == 0) { /* the bias is the same for all queries */
         const char *from = bias_of<T>(x, b, head);
 #pragma unroll
         for (int n = 0; n < N; ++n)
@@ -202,8 +207,9 @@ __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores 
     }
 }
 
-/* OnlineSoftmax whose rows stand alone: a maximum that has not grown stays, whatever other rows of
- * the warp do, so that a row's bits do not depend on their masks. */
+/* OnlineSoftmax that decides for each row whether its maximum moves. OnlineSoftmax moves the maxima
+ * of all rows of a warp if one has grown; a row's bits would then depend on the masks of other
+ * rows. */
 template <int M> struct LoneSoftmax : OnlineSoftmax<M> {
     template <int N, int ND>
     __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4]) {
@@ -243,9 +249,9 @@ template <int M> struct LoneSoftmax : OnlineSoftmax<M> {
 };
 
 /* ---- backward: rows are keys ----------------------------------------------------------------- */
-/* What is added to the scores of the n-th group of eight queries; -inf where a pair is hidden. i,
- * j: query and key of the lane's first pair of the group. bits: those of the lane's keys, bit 2 n
- * for query i. of_keys: a bias that is the same for all queries. */
+/* Computes what is added to the scores of the n-th group of eight queries; -inf for hidden pairs.
+ * i, j: query and key of the lane's first pair of the group. bits: mask bits of the lane's keys, of
+ * which bit 2 n is query i. of_keys: the bias of each key, if it is the same for all queries. */
 template <class T, int M>
 __device__ __forceinline__ void addends_of(float (&add)[M][4], const MmaScores &x, int b, int head,
                                            int i, int j, const uint32_t (&bits)[M][2],

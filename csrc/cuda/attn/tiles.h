@@ -102,10 +102,12 @@ struct FwdHopper128 {
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr bool OVERLAP = true;
 };
-/* The same with a mask (MASK 1) and a bias [.., Sq, Sk] (BIAS 1), flash_attn_fwd_masked_sm90a. */
+/* A tile of flash_attn_fwd_masked_sm90a: Base with a mask (MASK 1), a bias [.., Sq, Sk] (BIAS 1) or
+ * both. */
 template <class Base, int MASK_, int BIAS_> struct FwdMasked : Base {
     static constexpr int MASK = MASK_, BIAS = BIAS_;
 };
+/* MASK and BIAS of any tile. */
 template <class Tile> struct ScoresOf {
     static constexpr int MASK = 0, BIAS = 0;
 };
@@ -116,7 +118,8 @@ template <class Base, int MASK_, int BIAS_> struct ScoresOf<FwdMasked<Base, MASK
  * TFLOP/s with 16 heads of 8k tokens, 750 with 6, 748 with 32, 649 head by head (causal as a mask,
  * one H200). */
 constexpr double FWD_MASK_L2_SHARE = 1.1;
-/* Blocks of keys whose kinds a masked tile keeps in shared memory, 32 a word: 131,072 keys. */
+/* The largest number of blocks of keys of a masked tile: 131,072 keys. Shared memory has one bit
+ * for each of them (FwdMarks). */
 constexpr int FWD_MASK_BLOCKS = 1024;
 /* 128 rows: causal 215 at 512, where 192 rows reach 178; 295 and 285 at 1k */
 struct FwdHopper64Short : FwdHopper128 {

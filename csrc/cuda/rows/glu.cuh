@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* glu.cuh: gated linear units, forward and backward (Shazeer 2020, arXiv:2002.05202).
  *
- *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
+ *   forward    out = act(gate) up
+ *   backward   dgate = grad_out up act'(gate)     dup = grad_out act(gate)
  *
- * gate, up, out, g, dgate and dup [M, N] have one dtype: float32, bfloat16, float16 or float64. A
- * thread takes a 16-byte vector of a row. If rows are not whole vectors that start at multiples of
- * 16 bytes, it takes one element. No workspace. Bound by memory. glu.cu and glu_sm90a.cu
- * instantiate the kernel. */
+ * All tensors are [M, N] of one dtype: float32, bfloat16, float16 or float64. glu.cu and
+ * glu_sm90a.cu instantiate the kernel.
+ *
+ * Work split: a thread takes a 16-byte vector of a row. If rows are not whole vectors that start at
+ * multiples of 16 bytes, it takes one element. No workspace. Memory bandwidth bounds the time. */
 #ifndef GPUKERN_CUDA_ROWS_GLU_CUH
 #define GPUKERN_CUDA_ROWS_GLU_CUH
 
@@ -16,8 +18,8 @@
 
 namespace {
 
-constexpr int GLU_THREADS =
-    256; /* a thread keeps one vector, so any count that fills an SM will do */
+/* Threads share nothing, so any number that fills an SM will do. */
+constexpr int GLU_THREADS = 256;
 
 struct GluParams {
     RowTensor grad_out, gate, up, out, more; /* backward: out is dgate and more is dup */
@@ -25,7 +27,7 @@ struct GluParams {
     gk_activation activation;
 };
 
-/* The activation by exact functions. gemm's epilogues have faster ones, which are accurate enough
+/* The activation by exact functions. The faster functions of gemm's epilogues are accurate enough
  * for 16-bit results only. */
 template <class W> __device__ __forceinline__ W glu_value(gk_activation activation, W x) {
     return activation == GK_ACT_SILU ? x / (1 + act_exp(-x)) : activate(activation, x);

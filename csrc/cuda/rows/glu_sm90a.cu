@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* glu_sm90a: gated linear units (glu.cuh) for small M, as in decoding: a kernel whose launch
- * overlaps its neighbours'. Serves gk_glu_fwd in bfloat16 and float16, rows of whole vectors. */
+/* glu_sm90a: gated linear units (glu.cuh) for small results, as in decoding. Its launch overlaps
+ * the kernels before and after it (begins_sm90a.cuh). Serves gk_glu_fwd in bfloat16 and float16, if
+ * rows are whole 16-byte vectors; glu serves the other calls. */
 #include "../tile/begins_sm90a.cuh"
 #include "glu.cuh"
 
 namespace {
 
-/* Values of a result above which a launch is little of the time. */
+/* The most elements of out. In larger calls the launch is a small part of the time. */
 constexpr int64_t MOST_VALUES = 1 << 23;
 
 bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *to) {

@@ -5,6 +5,7 @@
  *  dS_ij = P_ij (dO_i . V_j - delta_i) cap'
  *  dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i     dV_j = sum_i P_ij dO_i
  *  dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+ *  dbias_ij = P_ij (dO_i . V_j - delta_i), summed over the pairs that share an element of the bias
  *
  * cap' is the derivative of the softcap. Query rows are counted in tiles of tile_rows within each
  * sequence, so a tile never spans two sequences and the workspace has a fixed size. Sequence b

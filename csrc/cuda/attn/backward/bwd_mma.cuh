@@ -47,7 +47,7 @@ __device__ __forceinline__ void mma_rows(float (&c)[M][N][4], smem_addr a_at, sm
     }
 }
 
-/* Two elements, with NaN and infinities replaced by finite numbers: 0 times them is 0. */
+/* Two elements with NaN and infinities replaced by finite numbers, so that 0 times them is 0. */
 template <class T> __device__ __forceinline__ uint32_t finite2(uint32_t x);
 template <> __device__ __forceinline__ uint32_t finite2<__nv_bfloat16>(uint32_t x) {
     const uint32_t most = 0x7f7f7f7fu, least = 0xff7fff7fu;
@@ -63,8 +63,8 @@ template <> __device__ __forceinline__ uint32_t finite2<__half>(uint32_t x) {
     return *(const uint32_t *)&y;
 }
 
-/* c [16 * M][8 * N] += a [16 * M][16] B, where B is 16 rows and 8 * N columns of a tile. FINITE:
- * the elements of B that a mask hides may be NaN or infinite; a is 0 there. */
+/* c [16 * M][8 * N] += a [16 * M][16] B, where B is 16 rows and 8 * N columns of a tile. FINITE: B
+ * may hold NaN or inf where a mask makes a 0; they are replaced by finite numbers. */
 template <class TileB, class T, bool FINITE = false, int M, int N>
 __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t (&a)[M][4],
                                             smem_addr b_base) {

@@ -6,13 +6,17 @@
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with any leading
  * strides, and the stats of the pre-pass. Writes dq, dk, dv. Sums are float, or double for float64.
  *
+ * With a mask or biases (../scores.cuh) it also computes the gradients of the biases, with one
+ * thread for each element.
+ *
  * Work split: a warp for each row or key and head. While scores are computed, a lane holds one of
  * 32 keys (or rows); while they are added up, it holds columns. The order of sums is fixed, so
  * results are deterministic; there are no atomics. Shared memory: each warp's own row of both
  * operands, Pair<W>. Loads go through L1 without a pipeline.
  *
  * These kernels are not tuned for speed. Other kernels take 16-bit and float32 calls with aligned
- * rows; float32 with dropout is served here only. */
+ * rows. Served here only: float32 with dropout, a mask or biases, and deterministic calls with a
+ * mask or biases. */
 #ifndef GPUKERN_CUDA_BWD_PLAIN_CUH
 #define GPUKERN_CUDA_BWD_PLAIN_CUH
 
@@ -28,7 +32,8 @@ constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, COLUMNS = 256, PER_LANE = COLUMNS /
 
 struct BwdPlain : Dropping<Bwd> {
     Scores scores;
-    /* contiguous, of the shapes of what they are gradients of; NULL = not wanted */
+    /* gradients of the bias and the distance bias, contiguous, with their shapes; NULL = not
+     * wanted */
     void *dbias, *ddistance;
     int bias_shape[4];
     int distance_heads;
@@ -93,8 +98,9 @@ __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     take(head, b, i, s);
 }
 
-/* The same of a pair that a mask does not hide and whose biases add up to `bias`. Returns the
- * gradient of the score after the softcap. */
+/* The gradient of a visible pair's score, taken after the softcap, where the biases are added.
+ * bias: their sum. derivative: of the softcap; times it, the result is the gradient of the raw
+ * score. */
 template <class W>
 __device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk, W dp, W lse,
                                              W delta, int i, int j, W *weight, W *derivative) {
@@ -103,8 +109,8 @@ __device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk
 }
 
 /* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
-/* SCORES: the call has a mask or a bias. It is a kernel of its own, so that calls without pay
- * nothing. */
+/* SCORES: the call has a mask or biases. Such calls have an instance of their own, so that other
+ * calls do not pay for the tests. */
 template <class T, class Grad, bool SCORES>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
     bwd_plain_dq_kernel(const __grid_constant__ BwdPlain g) {
@@ -138,7 +144,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
                 unsigned keys = ~0u;
                 W bias = 0;
                 if constexpr (SCORES) {
-                    /* made anew: held over the loop, float64 would spill */
+                    /* computed again for every step; across the loop, float64 would spill */
                     uint32_t head_now = (uint32_t)head;
                     opaque(head_now);
                     const HeadScores<W> scores = head_scores<W>(g.scores, b, (int)head_now);
@@ -162,7 +168,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
 #pragma unroll 1
                 for (int c = 0; c < n; ++c) {
                     const W ds_c = __shfl_sync(0xffffffffu, ds, c);
-                    if (SCORES && !(keys >> c & 1)) continue; /* a hidden key may hold anything */
+                    if (SCORES && !(keys >> c & 1)) continue; /* K of a hidden key may hold NaN */
                     add_scaled(sum, ds_c, k + (j0 + c) * p.k.row, p.head_dim, lane);
                 }
             }
@@ -249,7 +255,8 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
 }
 
 /* ---- 3. gradients of biases ------------------------------------------------------------------ */
-/* One thread an element: it computes the element's pairs once more and sums them in double. */
+/* One thread for each element of the gradient. It computes all pairs that the element is added to
+ * again, and sums their gradients in double. */
 constexpr int BIAS_THREADS = 128;
 
 template <class T, class W> __device__ __forceinline__ W dot_rows(const T *a, const T *b, int n) {
@@ -262,7 +269,7 @@ template <class T, class W> __device__ __forceinline__ W dot_rows(const T *a, co
            ((part[4] + part[5]) + (part[6] + part[7]));
 }
 
-/* The gradient of the score of row i and key j; 0 where the pair is hidden. */
+/* The gradient of the biased score of row i and key j; 0 if the pair is hidden. */
 template <class T, class W>
 __device__ __forceinline__ W score_gradient(const BwdPlain &g, const Sequence &s,
                                             const WideScore<W> &score, const HeadScores<W> &scores,
@@ -298,7 +305,8 @@ template <class T>
 __global__ void __launch_bounds__(BIAS_THREADS, 4)
     bwd_plain_dbias_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
-    /* grid: blocks of columns times rows, heads, sequences; all of the bias, which may broadcast */
+    /* Grid: x = (row, block of columns), y = head, z = sequence, all counted in the bias's own
+     * shape, which may broadcast. */
     const int *shape = g.bias_shape;
     const int column_blocks = (shape[3] + BIAS_THREADS - 1) / BIAS_THREADS;
     const int row = (int)blockIdx.x / column_blocks;
@@ -306,7 +314,7 @@ __global__ void __launch_bounds__(BIAS_THREADS, 4)
     if (col >= shape[3]) return;
     const int place[4] = {(int)blockIdx.z, (int)blockIdx.y, row, col};
     const int all[4] = {g.p.batch, g.p.heads_q, g.p.seq_q, g.p.seq_k};
-    int from[4], end[4]; /* the pairs that the element is added to */
+    int from[4], end[4]; /* range of the pairs that have this element as their bias */
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
         from[d] = shape[d] == 1 ? 0 : place[d];
@@ -398,8 +406,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
             status = launch<bwd_plain_dkv_kernel<T, Grad, SCORES>>(
                 "gk_flash_attn_bwd", ctx, blocks_k, WARPS_PLAIN * 32, 0, g);
     };
-    /* Gradients of 16-bit operands in float32 are parts of a longer sequence, which take neither
-     * masks nor biases. */
+    /* Float32 gradients of 16-bit operands are requested for parts of a longer sequence only. Such
+     * calls have neither masks nor biases. */
     constexpr bool MAY = sizeof(T) == sizeof(Grad);
     if (MAY && scores)
         both(Bool<MAY>());

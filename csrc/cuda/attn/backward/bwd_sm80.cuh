@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80.cuh: the kernel of flash_attn_bwd_sm80 and, with DROP, of flash_attn_bwd_drop_sm80. It
- * computes the gradients of attention in bfloat16 and float16 with mma.sync (Dao 2023,
- * arXiv:2307.08691, Algorithm 2). The equations are in bwd.cuh.
+/* bwd_sm80.cuh: the kernel of flash_attn_bwd_sm80, with DROP of flash_attn_bwd_drop_sm80, and with
+ * SCORES of flash_attn_bwd_scores_sm80. It computes the gradients of attention in bfloat16 and
+ * float16 with mma.sync (Dao 2023, arXiv:2307.08691, Algorithm 2). The equations are in bwd.cuh.
  *
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with rows aligned to
  * 16 bytes, and the stats of the pre-pass. Writes dk and dv, rounded once. Adds dq into dq_sum
@@ -26,9 +26,12 @@
  *    SHARED otherwise          | S | dP, P | dS | barrier | dV | dK | dQ
  *
  * With SCORES the call has a mask or biases (../scores_mma.cuh). Steps whose block of a stored mask
- * is empty are left out. A hidden row or key may hold NaN, so the elements of dO, Q and K that P
- * and dS are multiplied by are made finite; a NaN of dO that counts comes in by delta. Gradients of
- * biases are stored, or added up in float32 by atomic adds if the bias broadcasts.
+ * is empty are skipped. The gradient of a bias is stored, or added up in float32 by atomic adds if
+ * the bias broadcasts.
+ *
+ * A hidden row or key may hold NaN. P and dS are 0 there, but 0 times NaN is NaN. So NaN and inf in
+ * the elements of dO, Q and K are replaced by finite numbers before the products with P and dS. A
+ * NaN of dO in a visible pair still reaches the gradients, because it makes delta of its row NaN.
  *
  * In deterministic calls flash_attn_bwd_dq_sm80 computes dq and this kernel leaves it out (ADD
  * false). Not handled: float32 (flash_attn_bwd_simt); float64 and unaligned rows
@@ -230,8 +233,9 @@ __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&
 
 /* A call with a mask or biases. P: Bwd or Dropping<Bwd>. */
 template <class P> struct ScoredBwd : Scored<P> {
-    /* Where the gradients of pairs go, with strides that are 0 where the bias broadcasts; NULL =
-     * not wanted. They are stored in the bias's dtype, or added if `sums` (float32). */
+    /* The gradient of the bias, with strides that are 0 where the bias broadcasts; NULL = not
+     * wanted. With `sums` the kernel adds to float32 elements, otherwise it stores elements of the
+     * bias's dtype. */
     void *dbias;
     int64_t dbias_stride[4];
     bool sums;
@@ -242,7 +246,8 @@ template <class P> __host__ __device__ inline float drop_factor(const ScoredBwd<
     return drop_factor((const P &)p);
 }
 
-/* The next step with a block that is not empty, from (*head, *tile) on. */
+/* Moves (*head, *tile) to the first step at or after it whose block of the mask is not empty.
+ * Returns false if there is none. */
 template <class Tile, class G>
 __device__ __forceinline__ bool seen_step(const G &g, int b, int j0, int tile_lo, int tile_hi,
                                           int head_end, int *head, int *tile) {
@@ -257,11 +262,11 @@ __device__ __forceinline__ bool seen_step(const G &g, int b, int j0, int tile_lo
     return false;
 }
 
-/* What a lane's keys have in common in a step. */
+/* The mask bits and the bias of a lane's keys in one step. */
 template <int M> struct StepScores {
     uint32_t bits[M][2]; /* bit 2 n + e: query mask.row + 8 n + e sees the key */
-    float bias[M][2];    /* of a bias that is the same for all queries */
-    bool whole;          /* nothing is hidden or added */
+    float bias[M][2];    /* the key's bias, if it is the same for all queries; otherwise 0 */
+    bool whole;          /* no pair of the step is hidden or changed by a bias or a modifier */
 };
 template <class T, int M, class G>
 __device__ __forceinline__ StepScores<M> step_scores(const G &g, int b, int head, const Mask &mask,
@@ -299,15 +304,16 @@ __device__ __forceinline__ StepScores<M> step_scores(const G &g, int b, int head
     return y;
 }
 
-/* Adds the gradients of pairs to those of the biases. i, j: query and key of ds[0][0]; keys lie as
- * in addends_of. Pairs past seq_q, and hidden ones, are 0 and are left out. */
+/* Stores the gradients ds of the pairs into the gradient of the bias, or adds them, and adds them
+ * to the gradient of the distance bias. i, j: query and key of ds[0][0]; the layout is that of
+ * addends_of. Hidden pairs and rows past seq_q are left out. */
 template <class T, int M, class G>
 __device__ __forceinline__ void store_bias_gradients(const G &g, const float (&ds)[M][4],
                                                      const bool (&visible)[M][4], int b, int head,
                                                      int i, int j) {
     if (g.dbias) {
         const int64_t own = b * g.dbias_stride[0] + head * g.dbias_stride[1];
-        if (g.dbias_stride[2] == 0 && g.sums) { /* a sum of the quad's rows for each key */
+        if (g.dbias_stride[2] == 0 && g.sums) { /* one atomic add a key for the quad's rows */
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -347,7 +353,7 @@ __device__ __forceinline__ void store_bias_gradients(const G &g, const float (&d
     }
 }
 
-/* modified_gradients of a call with a mask or biases. */
+/* modified_gradients for a call with a mask or biases, with the gradients of the biases. */
 template <class T, bool DROP, int M, int N, class G>
 __device__ __forceinline__ void
 scored_gradients(const G &g, float (&s)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats,
@@ -648,7 +654,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
                 if constexpr (SCORES) {
                     uint4 stats = ld_shared_128(stats_s + n * 64);
-                    /* a NaN of dO, whose product with P is made finite, comes in by delta */
+                    /* carries a NaN of dO into the weights by delta (see the head of this file) */
                     stats.x = __float_as_uint(
                         fmaf(__uint_as_float(stats.y), 0.f, __uint_as_float(stats.x)));
                     stats.z = __float_as_uint(

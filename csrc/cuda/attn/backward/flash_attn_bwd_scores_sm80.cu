@@ -1,14 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_scores_sm80: the gradients of attention with a mask, a bias or a distance bias in
- * bfloat16 and float16 on the tensor cores, dense, every modifier. The kernel is in bwd_sm80.cuh.
- * Writes dbias [.., Sq, Sk] in the bias's dtype, summed in float32 over the dimensions that
- * broadcast, and ddistance [Hq or 1, Sq + Sk - 1] float32. Not handled, served by
- * flash_attn_bwd_plain: deterministic calls, float32, float64, unaligned rows. */
+/* flash_attn_bwd_scores_sm80: the gradients of attention with a mask, a bias or a distance bias, in
+ * bfloat16 and float16 on tensor cores by mma.sync, dense, with every modifier. The kernel is in
+ * bwd_sm80.cuh.
+ *
+ * Writes dq, dk, dv as flash_attn_bwd_sm80 does. Writes dbias [.., Sq, Sk] in the bias's dtype,
+ * summed in float32 over the dimensions that broadcast, and ddistance [Hq or 1, Sq + Sk - 1] in
+ * float32.
+ *
+ * Workspace: the stats of the pre-pass, dq_sum, and the float32 sums of a 16-bit bias that
+ * broadcasts, which a last kernel rounds.
+ *
+ * Not handled, served by flash_attn_bwd_plain: deterministic calls, float32, float64, unaligned
+ * rows. */
 #include "../scores_tiles.h"
 #include "bwd_sm80_run.cuh"
 
 namespace {
 
+/* True if several pairs of query and key have the same element of the bias. */
 bool broadcasts(const gk_flash_attn_bwd_args *a) {
     const gk_tensor *t = gk_dbias_of(a);
     if (!t) return false;
@@ -16,7 +25,7 @@ bool broadcasts(const gk_flash_attn_bwd_args *a) {
            t->shape[2] < a->fwd.q.shape[2] || t->shape[3] < a->fwd.k.shape[2];
 }
 
-/* float32 sums of a 16-bit bias that broadcasts */
+/* Bytes of the float32 sums, which only a 16-bit bias that broadcasts needs. */
 size_t sums_bytes(const gk_flash_attn_bwd_args *a) {
     const gk_tensor *t = gk_dbias_of(a);
     return broadcasts(a) && t->dtype != GK_F32 ? (size_t)gk_numel(t) * sizeof(float) : 0;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* rope_kv_write.cuh: QK norm, rotary embedding and the write into a paged cache in one launch.
  *
- *  out_q = rotate(norm(q))    k_cache[s] = rotate(norm(k)) / k_scale    v_cache[s] = v / v_scale
- *  s = slots[t]
- *  norm(x) = x / sqrt(mean(x^2) + eps) weight; x itself without a weight
+ *  out_q[t] = rotate(norm(q[t]))
+ *  k_cache[slots[t]] = rotate(norm(k[t])) / k_scale
+ *  v_cache[slots[t]] = v[t] / v_scale
+ *
+ *  norm(x) = x / sqrt(mean(x^2) + eps) weight, or x if there is no weight
  *  rotate: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); columns from R on are unchanged
  *
  * RMS norm of q and k: Henry et al. 2020, arXiv:2010.04245. Rotation: Su et al. 2021,
@@ -11,12 +13,18 @@
  * [num_blocks, block_size, Hkv, D | Dv], any strides, of q's dtype or 8-bit codes; cos, sin [P, R /
  * 2]; positions, slots [T]. Arithmetic is float32 (float64 for float64), rounded once.
  *
- * Work split: blockIdx.x is a token. Each of its heads, of q, then k, then v, has 4 to 32 lanes. A
- * lane takes one item at a time. An item is a 16-byte vector and its partner half a rotated row
- * further; a vector alone (interleaved pairs, columns past R, v); or, if rows are not whole
- * vectors, one element with its partner. A norm reads its row twice, the second time from L1. With
- * many tokens the kernel is bound by memory bandwidth, otherwise by the latency of the chain
- * position -> cos -> store. rope_kv_write.cu and rope_kv_write_sm90a.cu instantiate the kernel. */
+ * rope_kv_write.cu and rope_kv_write_sm90a.cu instantiate the kernel.
+ *
+ * Work split: blockIdx.x is a token. Its heads (those of q, then k, then v) have 4 to 32 lanes
+ * each. A lane takes one item of its head's row at a time. An item is one of:
+ *
+ *  - a 16-byte vector and its partner R / 2 columns further
+ *  - a single vector: interleaved pairs, columns from R on, and v
+ *  - if rows are not whole vectors: one element and its partner, or one element
+ *
+ * A norm reads its row twice, the second time from L1. With many tokens memory bandwidth bounds the
+ * time, otherwise the latency of the chain position -> cos -> store. A token with a negative slot
+ * is not written to the caches. */
 #ifndef GPUKERN_CUDA_ATTN_CACHE_ROPE_KV_WRITE_CUH
 #define GPUKERN_CUDA_ATTN_CACHE_ROPE_KV_WRITE_CUH
 
@@ -28,22 +36,22 @@ namespace {
 
 constexpr int THREADS = 128; /* 16 heads of 128 in 16 bits */
 
-/* N elements that are loaded and stored at once. */
+/* N consecutive elements, aligned for loads and stores of up to 16 bytes. */
 template <class F, int N> struct alignas(N * sizeof(F) < 16 ? N * sizeof(F) : 16) Some {
     F v[N];
 };
 
-struct Line { /* q, k or v, and where its rows go: out_q or a cache */
+struct Line { /* q, k or v, and where its rows are written: out_q or a cache */
     const void *x;
     void *to;
     int64_t token, head; /* strides of x */
-    /* out_q uses to_token and to_head, a cache the others and to_head */
+    /* strides of the destination: out_q uses to_token and to_head, a cache all but to_token */
     int64_t to_token, page, row, to_head, to_col;
     const void *weight; /* NULL: no norm */
     int64_t weight_step;
     bool weight_f32;
     CodeScale scale;
-    int heads, columns, half; /* half: the number of rotated pairs, 0 for v */
+    int heads, columns, half; /* half: R / 2, the number of rotated pairs; 0 for v */
 };
 
 struct Params {
@@ -101,6 +109,7 @@ template <class W> struct Place {
     bool codes, scaled;
 };
 
+/* Stores V elements of a row from column col on, divided by the scale. */
 template <class T, int V, class W>
 __device__ __forceinline__ void put(const Place<W> &at, gk_dtype code, int col, W (&x)[V]) {
     if (at.codes) {
@@ -145,7 +154,7 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
     int64_t position = index_at(p.positions, token * p.position_step, p.positions_64);
     const int64_t slot = index_at(p.slots, token * p.slot_step, p.slots_64);
     const T *x = (const T *)line.x + token * line.token + head * line.head;
-    /* interleaved pairs are in one vector, unless a vector is one element */
+    /* both elements of an interleaved pair are in one vector, unless a vector is one element */
     const bool within = p.interleaved && V > 1;
     const int half = line.half, rotated = (within ? 2 * half : half) / V,
               items = rotated + (line.columns - 2 * half) / V;

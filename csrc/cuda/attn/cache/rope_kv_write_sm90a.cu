@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write_sm90a: rope_kv_write.cuh for at most MOST_TOKENS 16-bit tokens, as in decoding: a
- * kernel whose launch overlaps its neighbours'. */
+/* rope_kv_write_sm90a: rope_kv_write.cuh in bfloat16 and float16 for at most MOST_TOKENS tokens, as
+ * in decoding. Its launch overlaps the kernels before and after it (begins_sm90a.cuh). */
 #include "../../tile/begins_sm90a.cuh"
 #include "rope_kv_write.cuh"
 
 namespace {
 
-constexpr int64_t MOST_TOKENS = 512; /* above, a launch is little of the time */
+constexpr int64_t MOST_TOKENS = 512; /* with more, the launch is a small part of the time */
 
 bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     return ((const gk_rope_kv_write_args *)args)->q.shape[0] <= MOST_TOKENS &&

@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_masked_sm90a: attention with a stored mask (../../attn_mask.h) or a bias [.., Sq,
- * Sk] on Hopper's tensor cores, 16-bit, dense. The kernel of flash_attn_fwd_sm90a (fwd_kernel.cuh
- * has the equations and the steps), with another order of tiles and blocks:
+/* flash_attn_fwd_masked_sm90a: attention with a stored mask (../../../core/attn_mask.h), with a
+ * bias [.., Sq, Sk], or with both, on Hopper's tensor cores, 16-bit, dense. fwd_kernel.cuh has the
+ * equations and the steps, which are those of flash_attn_fwd_sm90a. fwd_masked.cuh has the
+ * additional work of the producer.
  *
- *   Tiles are 128 queries. Whichever block is free takes the next tile; tiles with long lists come
- *   first.
- *   A tile takes the blocks of its list in ascending order, so that the bits of a row depend on its
- *   own mask alone. Blocks that all rows see whole run as without a mask. A partial block takes
- *   32-bit words, a bit a score, which a bulk copy brings. The bias comes by TMA, 64 rows x 128
- *   keys a warpgroup, and enters as an addend of the exponents.
+ * Work split with a mask: tiles of 128 queries, each with a list of the blocks of 128 keys that it
+ * sees. A thread block takes the next tile when it is free; in a group of heads, tiles with long
+ * lists come first. Without a mask, tiles are scheduled as in flash_attn_fwd_sm90a.
  *
- * Not handled, served by flash_attn_fwd_plain: a mask or bias beside causal, window, kv_start,
- * kv_end, q_start, softcap, ALiBi or dropout; float32 bias; a bias that broadcasts over queries or
- * keys; distance_bias; head_dim above 128. */
+ * A tile takes the blocks of its list in ascending order, so that the bits of a row depend on its
+ * own mask only. A block that all rows see in full runs as without a mask. A partial block needs
+ * one mask bit for each score, in 32-bit words that a bulk copy brings. The bias comes by TMA, 64
+ * rows x 128 keys for each warpgroup, and is added to the exponents. A second kernel (fwd_mend.cuh)
+ * computes rows again that a NaN behind a hidden key has spoilt.
+ *
+ * Not handled, served by flash_attn_fwd_scores_sm80: a mask together with causal or a window;
+ * kv_start, kv_end, q_start, softcap, ALiBi, dropout; a float32 bias; a bias that broadcasts over
+ * queries or keys; distance_bias; head_dim above 128; a mask over more than 131,072 keys. */
 #include "fwd_kernel.cuh"
 #include "fwd_mend.cuh"
 
@@ -84,14 +88,15 @@ bool serves_masked(const gk_cuda_instance *row, const gk_context *ctx,
     return serves(row, ctx, a);
 }
 
-/* All but the tensor maps and the workspace. */
+/* All parameters except the tensor maps and the addresses in the workspace. */
 template <class Tile>
 FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a) {
     typedef Smem<Tile> S;
     const gk_attn_scores *scores = gk_scores_of(a);
     FwdMaskedParams x = {};
     (FwdHopperParams &)x = fwd_hopper_params<Tile>(ctx, a);
-    if (x.fwd.splits > 1 || x.tile_heads > 1) { /* few long tiles: the keys are not split */
+    /* This kernel neither splits the keys nor puts several heads into a tile. */
+    if (x.fwd.splits > 1 || x.tile_heads > 1) {
         x.fwd.splits = 1;
         x.fwd.by_splits = divisor_of(1);
         x.tile_heads = 1;
@@ -143,7 +148,8 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
     return x;
 }
 
-/* The parameters are larger than a plan's own part, so run makes them anew. */
+/* The parameters do not fit into the plan's own part, so run_masked computes them again. The first
+ * 64 bytes of the workspace hold the counter of tiles; a byte for each tile follows. */
 template <class Tile>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_plain: attention with one warp a row, for what the tiled kernels refuse:
- * float64, and rows that are not aligned to 16 bytes. The kernel, in fwd_plain.cuh, takes every
- * dtype and modifier, dense and packed. */
+/* flash_attn_fwd_plain: attention with one warp a row, for what the tiled kernels refuse: float64,
+ * rows that are not aligned to 16 bytes, and float32 with dropout, a mask or biases. The kernel, in
+ * fwd_plain.cuh, takes every dtype and modifier, dense and packed. Here is also the kernel that
+ * computes single rows again after the tiled kernels with masks (fwd_mend.cuh). */
 #include "fwd_mend.cuh"
 #include "fwd_plain.cuh"
 
@@ -19,7 +20,7 @@ const gk_cuda_instance instances[] = {
     {"flash_attn_fwd_plain_f64", GK_F64, plan, run<double>, {}, blocks_an_sm<double>},
 };
 
-/* ---- tiles of flash_attn_fwd_masked_sm90a ---- */
+/* ---- rows that the tiled kernels could not compute (fwd_mend.cuh) ---- */
 struct MendParams {
     Params plain;
     const uint8_t *spoilt;

@@ -1,10 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_scores_sm80: attention with a mask, a bias or a distance bias on tensor cores by
- * mma.sync, 16-bit, dense, every modifier. The kernel is in fwd_sm80.cuh, what it reads in
- * ../scores_mma.cuh. It serves the calls that flash_attn_fwd_masked_sm90a does not: a mask beside
- * causal, windows or kv_start, biases that broadcast or are float32, distance_bias, head_dim above
- * 128. Three head_dims serve all, to save compile time. Not handled: float32, unaligned
- * rows (flash_attn_fwd_plain). */
+ * mma.sync, 16-bit, dense, with every modifier. The kernel is in fwd_sm80.cuh; ../scores_mma.cuh
+ * reads the mask and the biases. A second kernel (fwd_mend.cuh) computes rows again that a NaN
+ * behind a hidden key has spoilt.
+ *
+ * It serves the calls that flash_attn_fwd_masked_sm90a does not: GPUs other than Hopper, a mask
+ * together with causal or a window, softcap, ALiBi, dropout, biases that broadcast or are float32,
+ * distance_bias, head_dim above 128. There are tiles for three head_dims only, to save compile
+ * time.
+ *
+ * Workspace: partial results if the keys are split, then one byte for each tile (fwd_mend.cuh).
+ * Not handled: float32, unaligned rows (flash_attn_fwd_plain). */
 #include "fwd_mend.cuh"
 #include "fwd_sm80.cuh"
 #include "../scores_tiles.h"

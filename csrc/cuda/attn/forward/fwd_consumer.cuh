@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a.
+/* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a. In
+ * flash_attn_fwd_masked_sm90a it also reads mask words (MASK) and a bias (BIAS) from shared memory.
  *
  * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
  * weights P = 2^(S - m) and O += P V. S, P and O stay in registers. The row reference m changes
@@ -34,6 +35,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* A warpgroup's rows may see no key of a tile's first blocks. */
     static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
 
+    /* other_blocks needs SPLIT with MASK, which every masked tile has (MODIFIED is false) */
     static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
     typedef typename ParamsOf<Tile>::type Params;
 
@@ -45,7 +47,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     float s[N * 4], w[N * 4], o[ND * 4], sum[2];
     uint32_t p[N * 2];             /* weights in 16 bits, the A operand of P V */
     bool ready;                    /* s already holds the scores of the tile's first key block */
-    int words_taken, biases_taken; /* MASK, BIAS: steps of their rings so far */
+    int words_taken, biases_taken; /* MASK, BIAS: stages of their rings that were read so far */
 
     __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
@@ -85,8 +87,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             ring.wait_full(words_taken);
             const uint2 two = ld_shared_64(
                 smem_s + S::WORDS_AT + ring.stage(words_taken) * S::WORDS_BYTES + mov_tid_x() * 8);
-            /* no vote: two reductions and the branches that they feed cost as much as they save
-             * (1.86 us a block, 1.55 without) */
+            /* The warp does not vote on columns that all or none of its rows see. The two
+             * reductions and their branches cost more than they save (measured: 1.86 us a block,
+             * 1.55 us without). */
             y.kept[0] = two.x;
             y.kept[1] = two.y;
             y.some = ~0u;
@@ -105,7 +108,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             const int i = min(row_of(x, t, own_row() + 8 * r).i, last);
             y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
         }
-        if (BIAS) { /* no vote, as above */
+        if (BIAS) { /* without a vote, as above */
             y.some = ~0u;
             y.whole = 0;
         } else if (!MODIFIED) {
@@ -115,19 +118,21 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* ---- a bias [.., Sq, Sk] ---- */
-    /* Without a stored mask, the addends of hidden keys are -inf. Selecting scores instead would
-     * keep the columns in registers across the wait for the products, and spill. */
+    /* A bias without a stored mask: hidden keys get an addend of -inf. Replacing their scores
+     * instead would keep `columns` in registers across the wait for the products, and spill. */
     static constexpr bool HIDES = BIAS && !MASK;
 
-    /* float16's lowest number hides a key. Its addend, -94502, does so unless the row has no key
-     * above it: then m is below LOWEST, and the row is computed once more (note_spoilt). */
+    /* A bias of float16's lowest number hides a key. Its addend of -94502 makes the weight 0,
+     * unless every key of the row is hidden in this way. Then m is below LOWEST, and note_spoilt
+     * marks the row to be computed again. */
     static constexpr float LOWEST = -60000.f * LOG2_E;
 
-    /* The addend of an exponent: bias log2(e) - m. */
+    /* The addend of an exponent of 2: bias log2(e) - m. */
     __device__ __forceinline__ float addend_of(float bias, float m) const {
         return fmaf(bias, LOG2_E, -m);
     }
-    /* Writes a block's addends to w. */
+    /* Reads the bias of a block from shared memory and writes the addends to w. edge: the block has
+     * keys that a row does not see. */
     __device__ __forceinline__ void bias_addends(const float (&m)[2], bool edge,
                                                  const KeptColumns &columns) {
         typedef typename S::Bias B;
@@ -152,12 +157,13 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (laneid() == 0) mbarrier_arrive(ring.empty(biases_taken));
         ++biases_taken;
     }
-    /* Scores become exponents without m; w holds the addends. */
+    /* Turns the scores into exponents of 2, with the addends in w. */
     __device__ __forceinline__ void add_bias() {
 #pragma unroll
         for (int i = 0; i < N * 4; ++i) s[i] = fmaf(s[i], x.units.unit_log2, w[i]);
     }
-    /* The same for a block that is taken again, whose stage is gone: from memory. */
+    /* Two elements of the bias from global memory. add_bias_again uses it for a block that is taken
+     * again, because the block's stage has been released. */
     __device__ __forceinline__ static uint32_t bias_word(const Params &x, const FwdTile &t, int row,
                                                          int col) {
         if (col >= t.seq.seq_k) return 0;
@@ -377,7 +383,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* The number of consecutive steps in [j, end) whose keys every row sees, so that no mask is
      * needed. */
     static __device__ __forceinline__ int plain_run(const FwdTile &t, int j, int end) {
-        if constexpr (MASK) { /* 32 at most */
+        if constexpr (MASK) { /* at most 32, the steps of one word of marks */
             const uint32_t partial = S::marks_of(t).partial[j / 32] >> j % 32;
             return min(partial ? __ffs(partial) - 1 : 32 - j % 32, end - j);
         }
@@ -442,7 +448,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             }
             const float unit = BIAS ? 1.f : x.units.unit_log2;
             if (edge && !HIDES) keep_columns(s, columns);
-            /* a sample would make a row's bits depend on other rows' masks */
+            /* all scores set m: with a sample, a row's bits would depend on other rows' masks */
             softmax.template refer<false>(s, unit);
             softmax.weights(s, unit, w, sum);
         } else {
@@ -566,7 +572,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 continue;
             }
             if (j >= at.end) break;
-            if constexpr (MASK) /* plain_run ends with a word of marks */
+            if constexpr (MASK) /* plain_run ended with its word of marks; look at the next one */
                 if (!S::marks_of(t).is_partial(j)) continue;
             if (take_block(t, at, j, SPLIT || run == 0)) take_again(t, j, SPLIT || run == 0);
             block_taken();
@@ -615,8 +621,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         release(v.empty(last));
     }
 
-    /* Notes where a result has a NaN or inf: V of a hidden key may hold one, and 0 times it is
-     * NaN. */
+    /* Marks the tile if its result holds a NaN or inf (fwd_mend.cuh): V of a hidden key may hold
+     * one, and 0 times NaN is NaN. */
     __device__ __forceinline__ void note_spoilt(const FwdTile &t) {
         if constexpr (MASK || BIAS) {
             if (BIAS && StaleRange<T>::LIMIT < 0x1p16f) {
@@ -625,7 +631,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                     if (softmax.m[r] > STALE_NOTHING && softmax.m[r] < LOWEST)
                         softmax.total[r] = NAN;
             }
-            /* four chains */
+            /* four independent sums, because consecutive additions wait for each other */
             float none[4] = {softmax.total[0] * 0.f, softmax.total[1] * 0.f, 0, 0};
 #pragma unroll
             for (int i = 0; i < ND * 4; ++i) none[i % 4] = fmaf(o[i], 0.f, none[i % 4]);

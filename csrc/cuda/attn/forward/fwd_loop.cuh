@@ -2,10 +2,11 @@
 /* fwd_loop.cuh: the tile loop of a consumer warpgroup in Hopper's forward kernels, and the
  * parameters of a call.
  *
- * flash_attn_fwd_sm90a, its float32 variant (PARTIAL) and paged_prefill_sm90a share this file. They
- * differ in the producer, that is in where the keys are. A block has WARPGROUPS consumer warpgroups
- * and one producer warpgroup. It stays on its SM and processes tile after tile in the order of
- * fwd_schedule.cuh. */
+ * flash_attn_fwd_sm90a, its float32 variant (PARTIAL), flash_attn_fwd_masked_sm90a and
+ * paged_prefill_sm90a share this file. They differ in the producer: where the keys are, and in
+ * which order tiles and keys are taken. A block has WARPGROUPS consumer warpgroups and one producer
+ * warpgroup. It stays on its SM and processes tile after tile, in the order of fwd_schedule.cuh, or
+ * with a mask in that of fwd_masked.cuh. */
 #ifndef GPUKERN_CUDA_FWD_LOOP_CUH
 #define GPUKERN_CUDA_FWD_LOOP_CUH
 

@@ -1,26 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_masked.cuh: what the producer of flash_attn_fwd_masked_sm90a does beside that of
- * flash_attn_fwd_sm90a: it finds tiles by a stored mask (../../attn_mask.h), brings the words of
- * partial blocks, and loads a bias [.., Sq, Sk].
+/* fwd_masked.cuh: the additional work of the producer warpgroup in flash_attn_fwd_masked_sm90a. It
+ * finds tiles by a stored mask (../../../core/attn_mask.h), brings the mask words of partial blocks
+ * into shared memory, and loads a bias [.., Sq, Sk].
  *
- * Warp 0 loads Q, K and V, warp 1 finds tiles, warp 2 brings words, warp 3 loads the bias. Words
- * have a ring of their own: K is released by one thread of a warpgroup, before the other warps have
- * read their words.
- *   words.full[s]    1 arrival and the bytes of a bulk copy, or warp 2's own stores
- *   words.empty[s]   8 arrivals, a warp of the consumers each
- *   bias[w].full     1 arrival and the bytes; bias[w].empty: 4 arrivals, the warps of warpgroup w */
+ * The producer's warps: warp 0 loads Q, K and V, warp 1 finds tiles, warp 2 brings mask words, warp
+ * 3 loads the bias. Mask words have a ring of their own. They cannot share the stages of K, because
+ * one thread of a warpgroup releases K before the other warps have read their words.
+ *
+ *   words.full[s]    1 arrival, by the bytes of a bulk copy or after warp 2's own stores
+ *   words.empty[s]   8 arrivals, one for each warp of the consumers
+ *   bias[w].full     1 arrival and the bytes of TMA
+ *   bias[w].empty    4 arrivals, one for each warp of warpgroup w */
 #ifndef GPUKERN_CUDA_FWD_MASKED_CUH
 #define GPUKERN_CUDA_FWD_MASKED_CUH
 
 #include "fwd_producer.cuh"
 
-/* The list of a tile: 4 block + kind. */
+/* The list of a tile's blocks of keys. An entry is 4 block + kind. */
 __device__ __forceinline__ const uint16_t *list_of(const FwdMaskParams &m, const FwdMarks &y) {
     return (const uint16_t *)(y.data + m.at.lists) + (int64_t)y.tile * m.tiles_k;
 }
 
-/* The blocks of a masked tile. A list is read an entry at a time: 64 entries share a line of L1,
- * and the producer has only 24 registers. */
+/* The blocks of keys of a masked tile, for load_tiles. The list is read one entry at a time,
+ * because the producer has only 24 registers; 64 entries share a line of L1. */
 template <class Tile> struct ListedBlocks {
     const FwdMaskParams &mask;
     __device__ __forceinline__ explicit ListedBlocks(const FwdMaskParams &m) : mask(m) {}
@@ -30,8 +32,8 @@ template <class Tile> struct ListedBlocks {
     __device__ __forceinline__ int value(const FwdTile &t, int j) const { return key(t, j); }
 };
 
-/* Which head, counted through the batch, and which place in the head's order of tiles a unit of
- * work has. */
+/* Finds the tile with number `unit` in the schedule of FwdMaskParams. flat: its head, counted over
+ * the whole batch. rank: its place in the head's order of tiles, the longest list first. */
 __device__ __forceinline__ void place_of(const FwdMaskParams &m, int unit, int *flat, int *rank) {
     if (unit < m.first * m.tiles_q) {
         *rank = (int)m.by_first.into((unsigned)unit);
@@ -45,8 +47,8 @@ __device__ __forceinline__ void place_of(const FwdMaskParams &m, int unit, int *
     }
 }
 
-/* One warp describes tile after tile. It takes a tile only when a stage is free, so that a block
- * which is busy leaves the tile to another. */
+/* Describes one tile after another. One warp. It takes a tile from the global counter only when a
+ * stage is free, so that a busy block leaves the tile to an idle one. */
 template <class Tile>
 __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned char *smem,
                                             smem_addr smem_s) {
@@ -92,7 +94,8 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
             t.nearest = 0;
             t.incomplete = 0;
             t.from = {i0, 0, (int)x.by_group.into((unsigned)head), b};
-            /* A warpgroup without rows takes part: both must count the same words. */
+            /* A warpgroup without rows takes part in every block, because both warpgroups must
+             * release the same stages of words. */
             t.steps.own[0] = blocks;
             t.steps.own[1] = blocks;
             t.steps.own[2] = 0;
@@ -100,7 +103,7 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
         }
         const uint16_t *list = (const uint16_t *)(data + m.at.lists) + (int64_t)d.z * m.tiles_k;
 #pragma unroll 1
-        for (int j = 0; j < blocks; j += 32) { /* 32 blocks, a bit each */
+        for (int j = 0; j < blocks; j += 32) { /* one bit for each of 32 blocks */
             const int entry = j + laneid() < blocks ? __ldg(list + j + laneid()) : 0;
             const bool cut = entry && entry >> 2 == m.incomplete_block;
             const uint32_t partial = __ballot_sync(0xffffffffu, (entry & 3) > GK_BLOCK_FULL || cut);
@@ -114,16 +117,16 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
     }
 }
 
-/* ---- words ---- */
-/* The words of a partial block that the store does not keep, or of a full one that ends with the
- * keys. */
+/* ---- mask words ---- */
+/* Computes the words of a block and stores them at to_s. Two kinds of block need this: a partial
+ * block whose words are not stored, and a full block that the end of the keys cuts. One warp. */
 __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequence &seq,
                                            const FwdMarks &y, int block, bool full,
                                            smem_addr to_s) {
     const int j0 = block * GK_MASK_TILE, i0 = y.tile * GK_MASK_TILE, lane = laneid();
     const int4 *source = (const int4 *)(y.data + m.at.source);
     if (full || m.store == GK_MASK_RANGES) {
-        /* A lane's words of rows 8 w + lane / 4, one at a time: registers are few. */
+        /* The lane's word of row 8 w + lane / 4. One at a time, because registers are few. */
 #pragma unroll 1
         for (int w = 0; w < GK_MASK_TILE / 8; ++w) {
             const int first = j0 + lane % 4 * 2;
@@ -137,7 +140,7 @@ __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequenc
             }
             st_shared_32(to_s + (32 * (w / 2) + lane) * 8 + 4 * (w & 1), word);
         }
-    } else { /* a lane owns a column; a vote makes 32 of a row */
+    } else { /* each lane owns a column, and a vote gives 32 bits of a row */
 #pragma unroll 1
         for (int group = 0; group < 4; ++group) {
             const int key = j0 + 32 * group + lane;
@@ -153,11 +156,12 @@ __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequenc
             }
         }
     }
-    fence_proxy_async(); /* these stores come before a later bulk copy into the stage */
+    fence_proxy_async(); /* orders these stores before a later bulk copy into the stage */
     __syncwarp();
 }
 
-/* One warp brings the words of partial blocks. */
+/* Brings the words of each tile's partial blocks into the ring: by a bulk copy if they are stored,
+ * otherwise by make_words. One warp. */
 template <class Tile>
 __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTile *tiles,
                                            smem_addr smem_s) {
@@ -208,7 +212,7 @@ __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTi
 }
 
 /* ---- bias ---- */
-/* One thread loads the bias of each warpgroup's rows, a block at a time. */
+/* Loads the bias by TMA, 64 rows x one block of keys for each warpgroup. One thread. */
 template <class Tile>
 __device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTile *tiles,
                                           smem_addr smem_s) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_plain.cuh: attention with one warp a row, for every dtype, modifier, alignment and layout.
  * flash_attn_fwd_plain and flash_attn_fwd_partial_plain use it for what the tiled kernels refuse:
- * float64, and rows that do not begin at a multiple of 16 bytes.
+ * float64, rows that do not begin at a multiple of 16 bytes, and float32 with a mask or biases.
+ * fwd_mend.cuh uses it for single rows.
  *
  *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)
  *  out = sum e^(s_j - lse) v_j
@@ -49,8 +50,8 @@ template <class T> struct OutOf<T, true> {
     typedef typename element<T>::acc type;
 };
 
-/* SCORES: the call has a mask or a bias. MEND: computes a row only if the one that is there is not
- * finite. */
+/* Computes the rows of a group, one for each warp. SCORES: the call has a mask or biases
+ * (../scores.cuh). MEND: computes a row only if the row in out is not finite. */
 template <class T, bool PARTIAL, bool SCORES, bool MEND>
 __device__ __forceinline__ void attend_rows(const Params &params, int group, int head, int b) {
     typedef typename element<T>::acc W;
@@ -114,7 +115,7 @@ __device__ __forceinline__ void attend_rows(const Params &params, int group, int
         weight *= drop_of<W>(params.drop, row, j);
         for (int t = 0; t < keys; ++t) {
             const W w = __shfl_sync(0xffffffffu, weight, t);
-            if (SCORES && !(seen >> t & 1)) continue; /* its value may hold anything */
+            if (SCORES && !(seen >> t & 1)) continue; /* V of a hidden key may hold anything */
             const T *v = v_g + (j0 + t) * p.v.row;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)

@@ -3,8 +3,9 @@
  * shared memory.
  *
  * One warp (find_tiles) finds the block's next tile and the keys that its rows see. It writes them
- * into shared memory, up to four tiles ahead. One thread of another warp (load_tiles) reads the
- * descriptions and loads Q, K and V by TMA. */
+ * into shared memory, up to four tiles ahead (two with a mask). One thread of another warp
+ * (load_tiles) reads the descriptions and loads Q, K and V by TMA. fwd_masked.cuh adds warps that
+ * load a stored mask and a bias. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
@@ -41,35 +42,37 @@ struct FwdHopperParams {
     int box_log2;    /* InBoxes: log2 of the keys of a box */
 };
 
-/* A stored mask (attn_mask.h) and the order in which tiles of queries are taken: whichever block is
- * free takes the next one. Heads are scheduled in groups; within a group the tile with the longest
- * list comes first. The first group is the smaller one, so that the call ends with many short
- * tiles. */
+/* A stored mask (attn_mask.h) and the order in which tiles of queries are taken. A block takes the
+ * next tile when it is free, by a global counter. Heads are scheduled in groups whose K and V
+ * together are about as large as L2. Within a group, the tiles with the longest lists come first.
+ * All groups are equally large except the first, which is the smaller one, so that the call ends
+ * with many short tiles. */
 struct FwdMaskParams {
     const int32_t *data;
     int64_t batch, head; /* strides, 0 where the mask broadcasts */
     gk_mask_layout at;
     gk_mask_store store;
-    int *next; /* workspace, 0 at the start: tiles taken */
-    int units, tiles_q, tiles_k;
-    /* the last block of keys where it is not whole, else -1 */
+    int *next; /* workspace, cleared before the launch: the number of tiles taken so far */
+    int units, tiles_q, tiles_k; /* units: tiles of all heads */
+    /* the last block of keys if it has fewer than 128 keys, otherwise -1 */
     int incomplete_block;
     int first; /* heads of the first group; the other groups have by_width.by */
-    Divisor by_first, by_units, by_width; /* by_units: tiles of a group */
+    Divisor by_first, by_units, by_width; /* by_units: tiles of a group other than the first */
 };
 
 /* A bias [.., Sq, Sk] of the operands' dtype. */
 struct FwdBiasParams {
     const void *data;
     int64_t batch, head, row; /* strides */
-    int of_batch, of_head;    /* 0 where it broadcasts */
+    int of_batch, of_head;    /* 0 if the bias broadcasts over the batch, over the heads; else 1 */
 };
 
 struct FwdMaskedParams : FwdHopperParams {
     CUtensorMap bias_map; /* boxes of 64 columns x 64 rows */
     FwdMaskParams mask;
     FwdBiasParams bias;
-    /* workspace, 0 at the start, a byte a tile: its result has a NaN or inf (fwd_mend.cuh) */
+    /* Workspace, one byte for each tile, cleared before the launch. The kernel sets it if the
+     * tile's result holds a NaN or inf (fwd_mend.cuh). */
     uint8_t *spoilt;
 };
 
@@ -109,8 +112,8 @@ struct __align__(16) FwdTile {
     int incomplete;
 };
 
-/* What a masked tile has beside that: its mask, its row of blocks there, and which of its blocks
- * are partial, a bit a step. */
+/* The additional description of a masked tile. data: the mask of its head. tile: its tile of
+ * queries in the mask. partial: one bit for each step, set if the step's block is partial. */
 struct FwdMarks {
     const int32_t *data;
     int tile;
@@ -153,15 +156,16 @@ template <class Tile> struct Smem {
                          K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
-    /* MASK: FwdMarks behind the tiles, as far apart, then words of partial blocks in stages of 2
-     * KB. BIAS leaves room for one stage. */
+    /* With MASK, the FwdMarks follow the tiles, each in the space of one FwdTile (marks_of). Then
+     * come the words of partial blocks, in stages of 2 KB. With BIAS there is room for one stage
+     * only. */
     static constexpr int WORDS_STAGES = BIAS ? 1 : 2, WORDS_BYTES = GK_MASK_BLOCK_INTS * 4;
     static constexpr int WORDS_AT = TILES + TILE_STAGES * (MASK ? 2 : 1) * (int)sizeof(FwdTile);
     static constexpr int WORDS_RING = WORDS_AT + (MASK ? WORDS_STAGES * WORDS_BYTES : 0);
-    /* one stage a warpgroup */
+    /* a ring of one stage for each warpgroup */
     static constexpr int BIAS_RING = WORDS_RING + (MASK ? WORDS_STAGES * 16 : 0);
-    /* MASK: how many tiles warps 1 and 2 have described and read. Kept here across a tile, because
-     * the producer's 24 registers are not enough. */
+    /* MASK: the number of tiles that warp 1 has described, and that warp 2 has read. These counters
+     * are in shared memory, because the producer has only 24 registers. */
     static constexpr int COUNTS = BIAS_RING + (BIAS ? Tile::WARPGROUPS * 16 : 0);
     static constexpr int BYTES = COUNTS + (MASK ? 16 : 0);
     static_assert(sizeof(FwdMarks) <= sizeof(FwdTile), "marks take the place of a tile");
@@ -342,8 +346,8 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     }
 }
 
-/* The blocks of keys that a tile takes. The producer asks for
- * key(t, j) at each step, and then for value(t, j - 1). */
+/* Which block of keys a tile takes at step j. load_tiles calls key(t, j) for K at step j, then
+ * value(t, j - 1) for V. ListedBlocks (fwd_masked.cuh) reads a mask's list instead. */
 template <bool MODIFIED> struct OrderedBlocks {
     __device__ __forceinline__ int key(const FwdTile &t, int j) const {
         return block_at<MODIFIED>(t, j);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_sm80.cuh: attention on tensor cores by mma.sync, 16-bit, dense and packed, every modifier. It
- * is the kernel of flash_attn_fwd_sm80 and, with DROP, of flash_attn_fwd_drop_sm80.
+ * is the kernel of flash_attn_fwd_sm80, with DROP of flash_attn_fwd_drop_sm80, and with SCORES (a
+ * mask or biases, ../scores_mma.cuh) of flash_attn_fwd_scores_sm80.
  * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and loops over
  * the keys that they see.
  *
@@ -215,7 +216,7 @@ __device__ __forceinline__ void drop_weights(float (&)[M][N][4], const FwdParams
                                              int) {}
 
 /* ---- 5. the kernel --------------------------------------------------------------------------- */
-/* The parameters of a kernel: DROP, SCORES. */
+/* The parameters of a kernel with or without dropout (DROP), a mask or biases (SCORES). */
 template <bool DROP, bool SCORES> struct ParamsOf {
     typedef typename dropping_if<FwdParams, DROP>::type type;
 };
@@ -230,7 +231,7 @@ template <int M> struct SoftmaxOf<M, true> {
     typedef LoneSoftmax<M> type;
 };
 
-/* Whether a stored mask leaves out the block's key tile `at`. */
+/* True if a stored mask hides key tile `at` from every row of its block. */
 template <int BKV, class Params>
 __device__ __forceinline__ bool left_out(const Params &params, const FwdWork &work,
                                          const FwdKeys &keys, int at) {
@@ -238,7 +239,7 @@ __device__ __forceinline__ bool left_out(const Params &params, const FwdWork &wo
     return x.mask && block_flag(x, mask_of(x, work.b, work.head), work.i0, keys.lo + at * BKV) ==
                          GK_BLOCK_EMPTY;
 }
-/* The first key tile from `at` on that it does not leave out, or keys.tiles. */
+/* The first key tile at or after `at` that is not left out, or keys.tiles. */
 template <int BKV, class Params>
 __device__ __forceinline__ int seen_tile(const Params &params, const FwdWork &work,
                                          const FwdKeys &keys, int at) {
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     static_assert(!SCORES || GK_MASK_TILE % BKV == 0, "a tile lies in one block of a mask");
     const FwdKeys keys =
         fwd_keys<BKV>(params, seq.span, work.i0, rows, work.split, SCORES ? BKV : 1);
-    int tiles = keys.tiles; /* without those that a stored mask leaves out */
+    int tiles = keys.tiles; /* minus the key tiles that a stored mask leaves out */
     if constexpr (SCORES)
         for (int at = 0; at < keys.tiles; ++at) tiles -= left_out<BKV>(params, work, keys, at);
     const int head_kv = work.head / p.group;
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 
     /* 5.2 the keys, tile by tile; left: keys from the next tile to load on */
     int left = keys.hi - keys.lo;
-    int at = 0; /* SCORES: the place of tile t among all key tiles */
+    int at = 0; /* SCORES: index of the t-th tile among all key tiles */
     if constexpr (SCORES) {
         at = seen_tile<BKV>(params, work, keys, 0);
         k_g += (int64_t)at * BKV * p.k.row;
@@ -339,7 +340,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
             next = seen_tile<BKV>(params, kept.work, kept.keys, at + 1);
             k_g += (next - at) * (BKV * p.k.row);
             v_g += (next - at) * (BKV * p.v.row);
-            left = kept.keys.hi - kept.keys.lo - next * BKV; /* held, it would spill */
+            left = kept.keys.hi - kept.keys.lo - next * BKV; /* kept in a register, it spilled */
         } else {
             k_g += BKV * p.k.row;
             v_g += BKV * p.v.row;
@@ -392,7 +393,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     const float sink = whole ? sink_of(p, own.head) : -INFINITY;
     float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + own.split * params.split_rows;
     const int64_t lse0 = own.b * p.lse.batch + own.head * p.lse.head + (int64_t)q0 * p.lse.row;
-    if constexpr (SCORES) { /* V of a hidden key may hold NaN or inf: fwd_mend.cuh */
+    if constexpr (SCORES) { /* mark the tile if O is not finite (fwd_mend.cuh) */
         float none = 0;
 #pragma unroll
         for (int m = 0; m < M; ++m)

@@ -1,28 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* latent_loop.cuh: the loop over chunks of paged_latent_sm90a: what a block's producer warp loads
- * and what its two warpgroups compute. A block has 64 rows of Q and two chunks of 64 keys in shared
- * memory, each [64][576] as nine panels of 64 columns.
+/* latent_loop.cuh: the loop of paged_latent_sm90a over the chunks of keys. It has the loads of a
+ * block's producer warp and the products of its two warpgroups.
  *
- *   warpgroup w     S_w = Q K_w^T of chunk w of a pair, then columns 256 w .. of O
- *                   O += P_w V_w       P_w from its own registers
- *                   O += P_x V_x       the other's P from shared memory
+ * Shared memory holds 64 rows of Q and two chunks of 64 keys, each [64][576] as nine panels of 64
+ * columns. Chunks are taken in pairs. Each warpgroup computes the scores of one chunk of the pair,
+ * and half of the columns of O for both chunks:
  *
- * V is the chunk itself: columns 0 .. 511, read MN-major. P_w is written where the chunk's rotary
- * columns were, which is exactly its size.
+ *   warpgroup w     S_w = Q K_w^T and P_w, of chunk w of the pair
+ *                   O[256 w ..] += P_w V_w     P_w from its own registers
+ *                   O[256 w ..] += P_x V_x     the other warpgroup's P from shared memory
  *
- * The maximum. Both warpgroups must scale O alike, so a row has one reference m for both. It moves
- * only when a score exceeds it by 2^SOFTMAX_SLACK_LOG2. The warp then sets a flag beside P and
- * writes its rows' references. The warpgroup that reads P scales O, its sum and P to the larger of
- * both references.
+ * V is columns 0 .. 511 of the chunk itself, read MN-major. P_w overwrites the chunk's rotary
+ * columns (512 .. 575), which are exactly as large.
  *
- * Barriers, by chunk:
+ * Softmax: both warpgroups must scale O by the same factors, so they agree on a reference m for
+ * each row. m moves only when a score exceeds it by SOFTMAX_SLACK_LOG2 in log2 units. The warp then
+ * sets a flag beside P and stores the new references of its rows. The warpgroup that reads P scales
+ * O, its sum and P to the larger of both references.
  *
- *   FULL[w][panel]   the panel has arrived. Scores begin with the first one.
- *   EMPTY[w][part]   of columns 0 .. 255, 256 .. 511, or the rotary columns. 4 arrivals, a warp
- *                    each: warpgroup 0 has multiplied the first part, 1 the second, and the other
- *                    warpgroup has read P from the third
- *   READY[w]         128 arrivals: P_w is written, and rows past the last key are zero
- *   Q_FULL, Q_EMPTY  the same for the rows of q; 8 arrivals, a warp each */
+ * Barriers of chunk w:
+ *
+ *   FULL[w][panel]   the panel has arrived. There is one for each panel, so that the scores can
+ *                    begin before the whole chunk is there.
+ *   EMPTY[w][part]   a part may be overwritten. Parts: columns 0 .. 255 (warpgroup 0 has multiplied
+ *                    them), columns 256 .. 511 (warpgroup 1 has), rotary columns (the other
+ *                    warpgroup has read P from there). 4 arrivals, one for each warp
+ *   READY[w]         128 arrivals: P_w is stored, and the rows of V past the last key are zero
+ *   Q_FULL, Q_EMPTY  the same for the rows of q; 8 arrivals at Q_EMPTY, one for each warp */
 #ifndef GPUKERN_CUDA_LATENT_LOOP_CUH
 #define GPUKERN_CUDA_LATENT_LOOP_CUH
 
@@ -40,7 +44,7 @@ namespace {
 typedef wgmma_panels<LATENT_KEYS, LATENT_DIM> LatentPanels;
 static_assert(LATENT_ROWS == LATENT_KEYS, "Q has the layout of a chunk");
 
-/* Byte offsets. The barriers of a chunk lie side by side. */
+/* Byte offsets. The barriers of one chunk are consecutive. */
 struct LatentSmem {
     static constexpr int PANEL = LatentPanels::panel_bytes, CHUNK = LatentPanels::bytes;
     static constexpr int ROPE = 8 * PANEL; /* in a chunk: rotary columns, then P */
@@ -48,10 +52,10 @@ struct LatentSmem {
     static constexpr int FULL = 3 * CHUNK, FULL_OF_CHUNK = 8 * LatentPanels::panels;
     static constexpr int EMPTY = FULL + 2 * FULL_OF_CHUNK, READY = EMPTY + 48;
     static constexpr int Q_FULL = READY + 16, Q_EMPTY = Q_FULL + 8;
-    static constexpr int MISSING = Q_EMPTY + 8; /* [2] a bit for each box without a page */
-    static constexpr int GROWN = MISSING + 16;  /* [2][4] a warp's flag: m has moved */
-    static constexpr int REFS = GROWN + 32;     /* [2][64] the reference of a row then */
-    static constexpr int SUMS = REFS + 512;     /* [2][2][64] the warpgroups' sums of a row */
+    static constexpr int MISSING = Q_EMPTY + 8; /* [chunk] one bit for each box without a page */
+    static constexpr int GROWN = MISSING + 16;  /* [chunk][warp] flag: m of a row has moved */
+    static constexpr int REFS = GROWN + 32;     /* [chunk][64] m of the rows, if the flag is set */
+    static constexpr int SUMS = REFS + 512; /* [2][warpgroup][64] sums of the rows, two buffers */
     static constexpr int SHARE = SUMS + 1024;
     static constexpr int total = SHARE + (int)sizeof(LatentShare);
 };
@@ -60,15 +64,16 @@ static_assert(LatentSmem::ROPE + LATENT_ROWS * LATENT_KEYS * 2 == LatentSmem::CH
 static_assert(LatentSmem::total <= 232448, "what a block may have on Hopper");
 
 enum {            /* named barriers; 0 is __syncthreads */
-    BAR_OWN = 1,  /* and 2: a warpgroup */
-    BAR_BOTH = 3, /* both */
+    BAR_OWN = 1,  /* 1 and 2: the threads of one warpgroup */
+    BAR_BOTH = 3, /* both warpgroups */
 };
 
 /* ---- 2. the producer ------------------------------------------------------------------------- */
-/* The boxes of a chunk are looked up 32 at a time, a lane each, while the next 32 are on their way.
- */
+/* The page and row of each box of the next chunks. A box is the part of a chunk that one TMA copy
+ * loads from one page. Each lane holds one box, so 32 boxes are known, and the table entries of the
+ * next 32 are already being loaded. */
 struct LatentPages {
-    int page, row, next_page, next_row; /* page: -1 missing, num_blocks behind the last key */
+    int page, row, next_page, next_row; /* page: -1 = missing, num_blocks = past the last key */
 
     static __device__ __forceinline__ void look_up(const LatentParams &a, const LatentTile &x,
                                                    int box, int &page, int &row) {
@@ -108,7 +113,7 @@ __device__ __forceinline__ void load_q(const LatentParams &a, const LatentTile &
     }
 }
 
-/* Loads part 0, 1 or 2 of chunk w, of which this lane's box of a page is (page, row). One warp. */
+/* Loads part 0, 1 or 2 of chunk w. (page, row): where this lane's box is in the cache. One warp. */
 __device__ __forceinline__ void load_part(const LatentParams &a, int w, int part, int page, int row,
                                           smem_addr smem_s, uint64_t policy) {
     typedef LatentSmem S;
@@ -124,7 +129,7 @@ __device__ __forceinline__ void load_part(const LatentParams &a, int w, int part
                        &a.cache, {{0, row, panel, page, 0}}, full_s, policy);
 }
 
-/* The producer's warp. Order of the parts: what the scores need first, of both chunks. */
+/* The producer warp. It first loads the part of each chunk with which the scores begin. */
 __device__ __forceinline__ void latent_produce(const LatentParams &a, const LatentShare &share,
                                                smem_addr smem_s, int rank) {
     typedef LatentSmem S;
@@ -148,7 +153,7 @@ __device__ __forceinline__ void latent_produce(const LatentParams &a, const Late
                 pages.row = pages.next_row;
                 LatentPages::look_up(a, x, base + 32 + lane, pages.next_page, pages.next_row);
             }
-            /* this lane's box of both chunks; lanes of other panels have the same boxes */
+            /* this lane's box in each of the two chunks; every panel has the same boxes */
             const int from = t * boxes - base + lane % boxes;
             const int page0 = __shfl_sync(0xffffffffu, pages.page, from),
                       row0 = __shfl_sync(0xffffffffu, pages.row, from);
@@ -202,14 +207,14 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], float f0, float f1) 
     }
 }
 
-/* S (+)= Q K^T over some panels, each as soon as it has arrived. */
+/* S += Q K^T over panels FROM .. TO - 1, each as soon as it has arrived. FIRST: S starts at 0. */
 template <class T, int FROM, int TO, bool FIRST>
 __device__ __forceinline__ void add_scores(float (&s)[32], smem_addr q_s, smem_addr chunk_s,
                                            smem_addr full_s, unsigned parity) {
 #pragma unroll
     for (int panel = FROM; panel < TO; ++panel) {
         mbarrier_wait(full_s + 8 * panel, parity);
-        wgmma_fence(); /* after each wait, or the compiler serialises (C7519) */
+        wgmma_fence(); /* needed after each wait: otherwise the compiler serialises (C7519) */
 #pragma unroll
         for (int k = panel * 4; k < panel * 4 + 4; ++k)
             wgmma_ss<T, 64, 0, 0>(s, LatentPanels::k_major(q_s, 0, k * 16),
@@ -218,7 +223,7 @@ __device__ __forceinline__ void add_scores(float (&s)[32], smem_addr q_s, smem_a
     }
 }
 
-/* O += P V over the 64 keys of a chunk, for columns 256 W .. of V. */
+/* O += P V over the 64 keys of a chunk, for 256 columns of V from 256 W on. add false: O = P V. */
 template <class T, int W>
 __device__ __forceinline__ void add_values(float (&o)[128], const uint32_t (&p)[4][4],
                                            smem_addr chunk_s, bool add) {
@@ -229,12 +234,12 @@ __device__ __forceinline__ void add_values(float (&o)[128], const uint32_t (&p)[
                             k > 0 || add);
 }
 
-/* A thread's two rows of a group. */
+/* The two rows of Q that a thread holds. */
 struct LatentRows {
-    int at[2];       /* in the group of 64 */
-    int in_sequence; /* the group's first row */
-    int left;        /* rows of the sequence from there on */
-    int hi[2], all;  /* keys that the row sees; that every row sees */
+    int at[2];       /* index in the block's 64 rows */
+    int in_sequence; /* the block's first row in the sequence */
+    int left;        /* rows of the sequence from in_sequence on */
+    int hi[2], all;  /* number of keys that each row sees; that all rows see */
 
     __device__ __forceinline__ void begin(const LatentParams &a, const LatentTile &x, int rank) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -261,7 +266,7 @@ __device__ __forceinline__ void hide_keys(float (&s)[32], const LatentRows &rows
     }
 }
 
-/* The largest of a row's scores, in both rows of a thread. */
+/* The largest score of each of a thread's two rows. */
 __device__ __forceinline__ void row_peaks(const float (&s)[32], float (&peak)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -272,7 +277,7 @@ __device__ __forceinline__ void row_peaks(const float (&s)[32], float (&peak)[2]
     }
 }
 
-/* P = 2^(S scale - ref), as operands of wgmma; adds to the row's sums. */
+/* P = 2^(S scale - ref) as A operands of wgmma. sum: the lane's part of each row's sum. */
 template <class T>
 __device__ __forceinline__ void weigh(const float (&s)[32], float scale, const float (&ref)[2],
                                       uint32_t (&p)[4][4], float (&sum)[2]) {
@@ -292,7 +297,7 @@ __device__ __forceinline__ void weigh(const float (&s)[32], float scale, const f
     }
 }
 
-/* Zeroes the values behind the last key: 0 times NaN would be NaN. */
+/* Zeroes the rows of V past the last key. P is 0 there, but 0 times NaN would be NaN. */
 __device__ __forceinline__ void clear_values(smem_addr chunk_s, int keys) {
     for (int i = keys * 8 + threadIdx.x % 128; i < LATENT_KEYS * 8; i += 128)
 #pragma unroll
@@ -300,19 +305,20 @@ __device__ __forceinline__ void clear_values(smem_addr chunk_s, int keys) {
             st_shared_128(chunk_s + panel * LatentSmem::PANEL + i * 16, make_uint4(0, 0, 0, 0));
 }
 
-/* The loop of warpgroup W over a tile's chunks. Afterwards o holds its columns of O. m: the rows'
- * references in log2; l: this lane's share of the sums over warpgroup W's chunks. Parities
- * run on from tile to tile. */
+/* Parities of the barriers. They continue from one tile to the next. */
 struct LatentParity {
     unsigned full, ready, q;
 };
 
+/* The loop of warpgroup W over a tile's chunks. Afterwards o holds its columns of O, m the rows'
+ * references in log2 units, and l this lane's part of the rows' sums over the chunks of warpgroup W
+ * only. */
 template <class T, int W>
 __device__ __forceinline__ void
 attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows, smem_addr smem_s,
               float scale, LatentParity &parity, float (&o)[128], float (&m)[2], float (&l)[2]) {
     typedef LatentSmem S;
-    constexpr int X = 1 - W; /* the other */
+    constexpr int X = 1 - W; /* the other warpgroup */
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const smem_addr q_s = smem_s + S::Q, own_s = smem_s + W * S::CHUNK,
                     other_s = smem_s + X * S::CHUNK;
@@ -363,15 +369,15 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
             uint32_t p[4][4];
             float sum[2];
             weigh<T>(s, scale, ref, p, sum);
-            bar_sync(BAR_OWN + W,
-                     128); /* all warps' scores are done: the rotary columns are free */
+            /* all warps have their scores, so the rotary columns may be overwritten */
+            bar_sync(BAR_OWN + W, 128);
 #pragma unroll
             for (int n = 0; n < 4; ++n) stmatrix_x4(LatentPanels::along(own_s + p_at, 2 * n), p[n]);
             const bool last = key0 + LATENT_KEYS > x.w.end;
             if (last) clear_values(own_s, x.w.end - key0);
             fence_proxy_async();
             mbarrier_arrive(smem_s + S::READY + 8 * W);
-            if (last) bar_sync(BAR_OWN + W, 128); /* other warps have zeroed */
+            if (last) bar_sync(BAR_OWN + W, 128); /* all warps have cleared their part of V */
             if (grown) {
                 const float f0 = shrink_of(m[0], ref[0]), f1 = shrink_of(m[1], ref[1]);
                 l[0] *= f0;
@@ -387,7 +393,7 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
             add = true;
         }
 
-        /* 3.2 the other's P */
+        /* 3.2 the other chunk, with the other warpgroup's P */
         if (W == 1 || two) {
             mbarrier_wait(smem_s + S::READY + 8 * X, parity.ready);
             parity.ready ^= 1;
@@ -427,7 +433,7 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
             add = true;
             release(empty_other_s + 8 * W);
             release(empty_other_s + 16);
-        } else { /* the last chunk is its own */
+        } else { /* the other chunk does not exist */
             wgmma_wait_group<0>();
             wgmma_pin(o);
             release(empty_own_s + 8 * W);
@@ -435,7 +441,8 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
         m[0] = ref[0];
         m[1] = ref[1];
     }
-    if (W == 1 && x.t0 + 1 >= x.t1) release(smem_s + S::Q_EMPTY); /* it had no scores */
+    /* with a single chunk, warpgroup 1 has not read Q */
+    if (W == 1 && x.t0 + 1 >= x.t1) release(smem_s + S::Q_EMPTY);
 }
 
 } // namespace

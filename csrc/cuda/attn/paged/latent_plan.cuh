@@ -1,24 +1,26 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* latent_plan.cuh: how paged_latent_sm90a divides its work.
  *
- * A row is one query token and one head. A worker is `side` neighbouring blocks, each with 64
- * rows of the same sequence. They read the same keys at nearly the same time, so that all but the
- * first read them from L2. The 64 x side rows of a worker are a group; a group with all the keys
- * that it sees is a tile. Keys are read in chunks of 64.
+ * A row is one query token and one head. A worker is `side` (1 or 2) neighbouring thread blocks,
+ * each with 64 rows of the same sequence. They read the same keys at nearly the same time, so the
+ * second block reads them from L2. The 64 x side rows of a worker are a group. A group together
+ * with all the keys that it sees is a tile. Keys are read in chunks of 64.
  *
- * All tiles form one list, in which a tile weighs its chunks plus tile_cost. Each worker takes a
- * share of the list:
+ * All tiles form one list. A tile's weight in it is its number of chunks plus tile_cost. Each
+ * worker takes a share of the list, of one of two kinds:
  *
  *   whole tiles  if that takes at most `slack` chunks longer than equal shares. Then no tile is
  *                split, and nothing is merged.
- *   equal parts  otherwise. A boundary within `snap` chunks of a tile's end moves there, because a
- *                split of a few chunks costs more than it balances.
+ *   equal parts  otherwise. A boundary within `snap` chunks of a tile's end moves to that end,
+ *                because a split of a few chunks costs more than it gains in balance.
  *
- * A worker that holds a whole tile writes out. Otherwise it writes a split (sums, maximum) to the
- * workspace and a record, and the merge (paged_latent_sm90a.cu) adds the splits up in order. A
- * worker has at most two splits: of the tile that it shares with the workers before it, and of the
- * tile that it shares with those after it. The lengths alone decide, and each worker finds its
- * share by itself, so the launch does not depend on them. */
+ * A worker that has a whole tile writes out. Otherwise it writes a split (O, maximum and sum) and a
+ * record to the workspace, and a second kernel (paged_latent_sm90a.cu) merges the splits in order.
+ * A worker has at most two splits: one of a tile that an earlier worker began, and one of a tile
+ * that a later worker ends.
+ *
+ * The division depends only on the lengths, which are on the device. Each worker computes its own
+ * share from them, so the launch does not depend on the lengths. */
 #ifndef GPUKERN_CUDA_LATENT_PLAN_CUH
 #define GPUKERN_CUDA_LATENT_PLAN_CUH
 
@@ -29,15 +31,15 @@
 
 namespace {
 
-constexpr int LATENT_ROWS = 64, LATENT_KEYS = 64; /* of a block; of a chunk */
+constexpr int LATENT_ROWS = 64, LATENT_KEYS = 64; /* rows of a block; keys of a chunk */
 constexpr int LATENT_DIM = 576, LATENT_DIM_V = 512;
 
-/* What a worker leaves to be merged. */
+/* Tells the merge which tiles a worker has a part of. */
 struct LatentRecord {
-    /* rows of out [first_row, first_row + rows): those of the tile that this worker begins and does
-     * not end; rows 0: there is none */
+    /* The tile that this worker begins but does not end has rows [first_row, first_row + rows) of
+     * out. rows 0: there is no such tile. */
     int first_row, rows;
-    bool ends; /* it has the last split of a tile that a worker before it began */
+    bool ends; /* the worker has the last split of a tile that an earlier worker began */
 };
 
 struct LatentParams {
@@ -46,9 +48,9 @@ struct LatentParams {
     /* rows of a box of q, and whether q's tokens and heads are one dimension of its map */
     int q_box;
     bool q_flat;
-    int page_box, box_bits; /* keys of a box of the cache: 16, 32 or 64; its logarithm */
+    int page_box, box_bits; /* keys of a box of the cache: 16, 32 or 64; log2 of that */
     int workers, side;
-    int token_blocks;      /* of the merge: they look for tokens of no sequence */
+    int token_blocks;      /* blocks of the merge that clear tokens of no sequence */
     LatentRecord *records; /* workspace, [workers] */
     float2 *stats;         /* [workers][2][side][64]: (max in log2, sum) of a split */
     float *sums;           /* [workers][2][side][64][512]: O of a split, not divided by the sum */
@@ -56,7 +58,7 @@ struct LatentParams {
 
 /* ---- 1. the work of one sequence ------------------------------------------------------------- */
 struct LatentWork {
-    int rows, groups, end, chunks; /* end: the last key that a row sees, and one */
+    int rows, groups, end, chunks; /* the rows see keys [0, end) at most */
     __device__ __forceinline__ int weight() const { return chunks + latent_tiles::tile_cost; }
 };
 
@@ -77,8 +79,8 @@ struct LatentShare {
     bool whole;
 };
 
-/* Moves boundary x of a tile of this weight, which begins at chunk `at`, to an end of the tile
- * that is near. */
+/* Moves boundary x to the beginning or the end of its tile, if that is near. The tile begins at
+ * chunk `at` of the list. */
 __device__ __forceinline__ int latent_snap(int x, int at, int weight) {
     const int before = x - at - latent_tiles::tile_cost, after = at + weight - x;
     if (before <= latent_tiles::snap) return at;
@@ -87,18 +89,19 @@ __device__ __forceinline__ int latent_snap(int x, int at, int weight) {
 
 /* How the list is divided. */
 struct LatentDivision {
-    int total, workers; /* chunks; workers that get any */
-    bool whole;
+    int total, workers; /* chunks (whole: tiles) of the list; workers that get a share */
+    bool whole;         /* shares are whole tiles */
 };
 
+/* weight: of all tiles. most, least: the largest and the smallest weight of a tile. */
 __device__ __forceinline__ LatentDivision latent_divide(int weight, int tiles, int most, int least,
                                                         int workers) {
     typedef latent_tiles tuned;
     const int each = weight / workers + tuned::slack;
     const int together = tiles ? (tiles + workers - 1) / workers : 1; /* tiles of a worker */
     if (together * most <= each) return {tiles, (tiles + together - 1) / together, true};
-    /* tiles of nearly equal length: the same number of workers for each, so that none has
-     * splits of two tiles */
+    /* If tiles are of nearly equal length, each gets the same number of workers, so that no worker
+     * has splits of two tiles. */
     const int aligned = tiles < workers ? workers / tiles * tiles : workers;
     if (most - least <= tuned::slack && weight / aligned <= each) workers = aligned;
     return {weight, max(1, min(workers, weight / tuned::least)), false};
@@ -129,7 +132,7 @@ __device__ __forceinline__ void latent_plan(const LatentParams &a, int worker, L
     const int lo = any ? (int)(total * worker / division.workers) : (int)total;
     const int hi = any ? (int)(total * (worker + 1) / division.workers) : (int)total;
     if (lane == 0) *out = {p.batch, 0, (int)total, (int)total, (int)total, division.whole};
-    __syncwarp(); /* what the share is where nothing is found */
+    __syncwarp(); /* the empty share is stored; what is found below overwrites it */
     if (!any) return;
 
     /* 2.2 the tiles that hold its boundaries */
@@ -171,8 +174,9 @@ struct LatentTile {
     __device__ __forceinline__ bool whole() const { return t0 == 0 && t1 == w.chunks; }
 };
 
-/* Calls f(tile) for each tile of the share. Loads decide how often the loops of f run. The shuffles
- * tell the compiler that all lanes agree; without them it serialises wgmma (C7520). */
+/* Calls f(tile) for each tile of the share. The bounds of f's loops come from loads. The shuffles
+ * prove to the compiler that they are the same in all lanes; without that it serialises wgmma
+ * (C7520). */
 template <class F>
 __device__ __forceinline__ void each_latent_tile(const LatentParams &a, const LatentShare &share,
                                                  F f) {

@@ -3,8 +3,8 @@
  * and number of query tokens, including 8-bit caches. It serves float64 and what the other kernels
  * refuse.
  *
- *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
- * hi(t))
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
+ *  with j in [lo(t), hi(t))
  *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
  * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Online
@@ -16,8 +16,8 @@
  *  2.1 a lane owns a key: the dot product, with q from shared memory
  *  2.2 a lane owns columns of v: weights by shuffle
  *
- * and at the end the warps' sums are merged through shared memory. Its bytes at float64, for
- * instances of head_dim up to 256 and up to 576:
+ * At the end the warps' sums are merged through shared memory. Bytes of shared memory at float64,
+ * for instances of head_dim up to 256 and of head_dim up to 576:
  *
  *  q        D doubles              2048    4608
  *  o        warps x Dv sums        8192   18432
@@ -34,7 +34,7 @@
 namespace {
 
 constexpr int WARPS_A_ROW = paged_plan::plain_warps, THREADS = WARPS_A_ROW * 32;
-constexpr int NARROW = 256; /* the most columns of an instance; the others take every head_dim */
+constexpr int NARROW = 256; /* the largest head_dim of narrow instances; wide ones take any */
 static_assert(GK_CACHE_HEAD_DIM % 32 == 0, "a lane has whole columns");
 
 template <class W, int MAX_DIM> struct Shared {
@@ -77,7 +77,8 @@ template <class T> struct RowOf<T, true> {
     typedef CodeRow<T> type;
 };
 
-/* 18 columns a lane take up to 72 registers more in float64, so a block fewer fits an SM */
+/* Wide instances: 18 columns a lane take up to 72 more registers in float64, so one block fewer
+ * fits on an SM. */
 template <class T, bool CODES, int MAX_DIM>
 __global__ void __launch_bounds__(THREADS, MAX_DIM > NARROW ? 2 : 3)
     paged_attn_plain_kernel(Params x) {

@@ -2,27 +2,31 @@
 /* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, bound by reading
  * the cache, on Hopper. q has 16 bits; pages have q's dtype or 8-bit codes.
  *
- *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
- * hi(t))
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
+ *  with j in [lo(t), hi(t))
  *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023;
  * online softmax: Milakov and Gimelshein 2018.
  *
- * Work split: three forms, which `choose_ranks` picks from shapes.
+ * Work split: the kernel has three forms. choose_ranks picks one from the shapes.
  *
- *  list      One block of 8 warps an SM. Each takes an even share of the flat list of chunks
- *            (paged_plan.cuh). The last block of a tile merges its splits (paged_join.cuh). For any
- *            lengths and any number of tokens.
- *  clusters  A cluster for each sequence and kv head. Its blocks exchange sums through shared
- *            memory: one launch, no workspace. For few sequences, and for many long ones.
- *  tiles     A block of 4 warps for each sequence and kv head, three or more on an SM: no scan, no
- *            split, no merge. For many sequences with short block tables.
+ *  list      One block of 8 warps on each SM. Each block takes an even share of the flat list of
+ *            chunks (paged_plan.cuh). The last block of a tile merges its splits (paged_join.cuh).
+ *            For any lengths and any number of tokens.
+ *  clusters  A cluster of 2, 4 or 8 blocks for each sequence and kv head. Its blocks exchange sums
+ *            through shared memory, so there is one launch and no workspace. For few sequences, and
+ *            for many long ones.
+ *  tiles     A block of 4 warps for each sequence and kv head, with three or more blocks on an SM.
+ *            No scan of the lengths, no split, no merge. For many sequences with short block
+ * tables.
  *
- * A batch-invariant call takes clusters of one size for every batch, or the list with whole tiles.
+ * A batch-invariant call takes clusters of eight whatever the batch is. If a sequence has too many
+ * rows for a cluster, it takes the list, without splitting a tile.
  *
- * Each warp works alone, with its own ring of TMA boxes (paged_stream.cuh), maximum and sums
- * (paged_step.cuh). A step: wait, S^T = K Q^T, lazy maximum, P, O^T += V^T P^T, fill.
+ * Each warp works alone. It has its own ring of TMA boxes (paged_stream.cuh), its own maximum and
+ * its own sums (paged_step.cuh). A step: wait for the keys, S^T = K Q^T, lazy maximum, P, O^T +=
+ * V^T P^T, refill the ring.
  *
  * Not handled: pages that are not a multiple of 16 keys; Dv != D; 16-bit pages of a head_dim other
  * than 64 and 128, which paged_attn_sm80 serves; codes of a head_dim that is no multiple of 16 or
@@ -42,14 +46,14 @@ template <class Pages> __device__ __forceinline__ int line_of(const StreamParams
     return Pages::CODES ? (int)a.of_quads.into(i) : i / (Pages::HEAD_DIM / 4);
 }
 
-/* How many of the tile's `total` fours of columns this block of the cluster merges: every
- * ranks-th. */
+/* The blocks of a cluster merge the tile's `total` quads (groups of four columns) in turn: block r
+ * merges quads r, r + ranks, and so on. Returns the number of this block's quads. */
 __device__ __forceinline__ int owned_quads(const StreamParams &a, int total) {
     return (total - (int)blockIdx.x + a.ranks - 1) >> a.ranks_log2;
 }
 
-/* Merges the warps' sums in shared memory, eight rows at a time, and writes them to out, to the
- * workspace or to the other blocks of the cluster. */
+/* Merges the warps' sums through shared memory, eight rows at a time. Writes the result to out, to
+ * the workspace (a split), or to the block of the cluster that merges those columns. */
 template <class T, class Pages, int N, bool CLUSTERS>
 __device__ __forceinline__ void finish_share(const StreamParams &a, const TileShare &x,
                                              RowsOf<Pages, N> &r, unsigned char *smem,
@@ -65,7 +69,7 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int rows_here = min(rows - n * 8, 8);
-        if (n > 0 && rows_here <= 0) break; /* the same in all threads */
+        if (n > 0 && rows_here <= 0) break; /* all threads agree */
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int row = warp * 8 + lane % 4 * 2 + e;
@@ -117,8 +121,8 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
     }
 }
 
-/* Merges what the blocks of the cluster have sent for this block's part of the tile, in rank
- * order. */
+/* Merges the sums that all blocks of the cluster have sent to this block, in the order of their
+ * ranks, and writes out. */
 template <class T, class Pages>
 __device__ __forceinline__ void receive(const StreamParams &a, const TileShare &x,
                                         unsigned char *smem, const SmemMap &map) {
@@ -139,8 +143,8 @@ __device__ __forceinline__ void receive(const StreamParams &a, const TileShare &
 template <class Pages, int N, bool CLUSTERS>
 constexpr int BLOCKS_AN_SM = CLUSTERS && !Pages::CODES && Pages::HEAD_DIM == 64 && N == 1 ? 2 : 1;
 
-/* Prefetches into L2 what a cluster's first loads will read, while the kernel ahead may still
- * write it: nothing is returned. */
+/* Prefetches into L2 what a cluster's first loads will read. The previous kernel may still be
+ * writing that data. This is safe, because no value is returned. */
 template <class Pages> __device__ __forceinline__ void prefetch_tile(const StreamParams &a) {
     const Paged &p = a.c.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, b = blockIdx.z;
@@ -186,8 +190,8 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
         /* the inbox barriers of all blocks are initialised */
         if (a.ranks > 1) barrier_cluster_arrive();
     } else {
-        /* A plain call is planned before the wait, by lengths that the kernel ahead may still
-         * write, and again if they have changed. */
+        /* A plain call is planned before the previous kernel has ended, from lengths that it may
+         * still write. After the wait, it is planned again if the lengths have changed. */
         const bool early = a.plain && p.batch <= LIST_WARPS * 32;
         int length = 0;
         bool works = false;
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
                                               a.ranks * 32);
             barrier_cluster_wait();
         }
-        if (CLUSTERS) __syncthreads(); /* every warp has read its ring */
+        if (CLUSTERS) __syncthreads(); /* every warp has read its ring, where O is written next */
         finish_share<T, Pages, N, CLUSTERS>(a, x, rows, smem, map, team);
         if (CLUSTERS) {
             if (a.ranks > 1) receive<T, Pages>(a, x, smem, map);
@@ -276,11 +280,11 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
 /* ---- 3. launch ------------------------------------------------------------------------------- */
 struct StreamPlan {
     Planned planned;
-    int ranks, boxes; /* ranks: blocks of a cluster; 1: tiles; 0: the list */
+    int ranks, boxes; /* as in StreamParams */
 };
 
-/* The TMA shape of a cache: columns of a panel, keys, panels, heads, pages. Pages of codes have one
- * panel of head_dim columns, which several copies read. */
+/* The TMA shape of a cache. Dimensions: columns of a panel, keys, panels, heads, pages. Pages of
+ * codes have a single panel of head_dim columns; wide ones are read by two copies. */
 template <class Pages> TensorShape pages_shape(const gk_tensor &t) {
     const int64_t cols = Pages::CODES ? t.shape[3] : Pages::COLS;
     TensorShape x = {};
@@ -306,9 +310,10 @@ template <class Pages> bool side_by_side(const gk_paged_attn_args *a) {
     return Pages::CODES && rows <= 8 && a->seq_lens.shape[0] >= paged_hopper::side_by_side_batch;
 }
 
-/* Chooses clusters (2, 4 or 8 blocks for each tile), tiles (1) or the list (0) from shapes alone.
- * The lengths are on the device, up to `capacity`. Launching both, and leaving the choice to the
- * device, costs more than it gains (measured: 3 us at 6 x 9k, 9 us at 200 x 1.2k, H200). */
+/* Returns 2, 4 or 8 for clusters of that many blocks, 1 for tiles, 0 for the list. The choice
+ * depends on shapes only: the lengths are on the device, and the host knows only their limit
+ * `capacity`. Launching both kernels and leaving the choice to the device costs more than it gains
+ * (measured: 3 us at 6 x 9k, 9 us at 200 x 1.2k, H200). */
 template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const float keys = (float)p.capacity,
@@ -324,15 +329,15 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
     for (int n = 2; n <= paged_hopper::most_ranks; n *= 2)
         if (tiles * n <= (n == 2 ? gpu->num_sms : gpu->num_sms / 2)) least = n;
     for (int n = least; n <= paged_hopper::most_ranks; n *= 2) {
-        if (n == 2 && least < 2) continue; /* pairs fill an SM each */
+        if (n == 2 && least < 2) continue; /* a block of a pair fills an SM */
         if (n > 4 && least < 4 && p.batch > paged_hopper::wide_batch) break;
-        /* with 16 rows an SM holds one block of a cluster, which cannot hide its begin and end */
+        /* with 16 rows an SM holds one block of a cluster, so nothing hides its start and end */
         if (n > least && p.seq_q * p.group > 8) break;
         if (gk_sm_limit() > 0 && tiles * n > gpu->num_sms) break; /* the list has as many blocks */
         const int on_sm = n == 1 ? paged_hopper::tiles_an_sm : n == 2 ? 1 : 2;
         const float at_once = (float)gk_min_i64(tiles * n, on_sm * gpu->num_sms);
-        const float of_block = n == 1 ? of_sm / 2 : of_sm; /* half the warps */
-        /* all sequences full, and one full sequence among empty ones */
+        const float of_block = n == 1 ? of_sm / 2 : of_sm; /* tiles have half the warps */
+        /* time a key if all sequences are full, and if one full sequence is among empty ones */
         const float full = key_bytes / (float)n / min(of_block, of_device / at_once),
                     alone = key_bytes / (float)n / of_block;
         if (keys * (full - (float)p.batch * of_list) <= paged_hopper::list_costs_ns &&
@@ -357,7 +362,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     StreamPlan &own = gk_own<StreamPlan>(to);
     own = {};
     gk_cuda_instance as_planned = *row;
-    /* heads of a block are at most its warps */
+    /* sizes_of takes key[2] as the most kv heads of a block: 1 unless they are to be neighbours */
     const bool fixed = a->flags & GK_PAGED_BATCH_INVARIANT;
     if (fixed || !side_by_side<Pages>(a)) as_planned.key[2] = 1;
     const Sizes &z = own.planned.sizes = sizes_of(&as_planned, ctx, a);
@@ -404,9 +409,9 @@ gk_status start(const gk_context *ctx, StreamParams &x, dim3 grid, int warps, in
     x.warps = warps;
     x.stages = stages;
     x.ranks = ranks;
-    /* The next call's pairs must not start early on the SMs that are idle: the rest of the grid
-     * would then be placed unevenly (measured: 68.4 us instead of 61.0, 6 x 9k, H200). Up to half
-     * of the SMs, starting early gains (21.4 us instead of 22.7, 4 x 4k). */
+    /* With pairs, the next call must not start early on idle SMs, because the rest of its grid
+     * would then be placed unevenly (measured: 68.4 us instead of 61.0, 6 x 9k, H200). If the grid
+     * fills at most half of the SMs, starting early gains (21.4 us instead of 22.7, 4 x 4k). */
     const bool overlap =
         ranks != 2 || (int)(grid.x * grid.y * grid.z) * 2 <= gk_gpu_of(ctx->index)->num_sms;
     x.ranks_log2 = ranks == 8 ? 3 : ranks == 4 ? 2 : ranks == 2 ? 1 : 0;
@@ -449,7 +454,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.by_page = x.k_scale.data || x.v_scale.data;
     x.plain = !x.c.p.cu_q && x.c.p.rules.left < 0 && !x.c.p.rules.kv_start;
     x.of_chunk = divisor_of(x.c.chunk_keys);
-    /* zeroes the list's counters, and packed tokens that belong to no sequence */
+    /* zeroes the list's counters, and the tokens of a packed call that belong to no sequence */
     if (x.arrived || x.c.p.cu_q) status = launch_begin(ctx, x.c, x.arrived);
     if (status != GK_OK) return status;
     if (!own.ranks)
@@ -467,7 +472,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return start<T, Pages, N, true>(ctx, x, grid, warps, its_stages, own.ranks);
 }
 
-/* serves() adds this much for the static shared memory of paged_attn_sm80 */
+/* serves() adds these bytes, for the static shared memory of paged_attn_sm80 */
 constexpr int STATIC_BYTES = 1024;
 #define ROW(NAME, DTYPE, T, PAGES, LANES, MOST)                           \
     {"paged_attn_sm90a_" NAME,                                            \

@@ -22,9 +22,9 @@ template <class T> __device__ __forceinline__ void clear_unowned_token(const Pag
         ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
 }
 
-/* Merges columns 4 quad .. + 3 of a row over the tile's splits of blocks from, from + step, and
- * so on up to last; first: the block that began the tile. Loads SPLITS splits at once. there:
- * the row has these columns. */
+/* Merges four columns, from 4 quad on, of a row over the splits of blocks from, from + step, and so
+ * on up to last. first: the block that began the tile. there: the row has these columns. Loads
+ * SPLITS splits at a time. */
 template <int SPLITS>
 __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from, int last, int step,
                                              int64_t lane_at, int quad, bool there) {

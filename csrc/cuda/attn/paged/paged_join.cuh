@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_join.cuh: the merge of splits inside paged_attn_sm90a's list kernel. Each block stores its
- * split and then increments the tile's counter. The last block to arrive merges all splits in their
- * order. So the bits do not depend on which block is last, and no block waits.
+ * split and then increments the tile's counter. The block that arrives last merges all splits, in
+ * the order of the blocks. So no block waits, and the bits do not depend on which block is last.
  *
- * A small kernel ahead of the list zeroes the counters. Counters that each call leaves at zero
- * would be shared state between two graphs that replay at the same time. */
+ * A small kernel before the list kernel zeroes the counters in the call's workspace. The
+ * alternative, permanent counters that every call leaves at zero, would be shared by two graphs
+ * that replay at the same time. */
 #ifndef GPUKERN_CUDA_PAGED_JOIN_CUH
 #define GPUKERN_CUDA_PAGED_JOIN_CUH
 
@@ -15,15 +16,15 @@
 
 namespace {
 
-/* ---- 1. ahead of the list -------------------------------------------------------------------- */
+/* ---- 1. the kernel before the list ----------------------------------------------------------- */
 struct BeginParams {
     Paged p;
     unsigned *arrived; /* [count] */
     int count;
 };
 
-/* Block 0 zeroes the counters. In the other blocks a warp checks whether a token belongs to a
- * sequence. The zeros of bfloat16 and float16 are the same bits. */
+/* Block 0 zeroes the counters. In the other blocks each warp checks one token, and clears its
+ * result if it belongs to no sequence. Zero has the same bits in bfloat16 and float16. */
 __global__ void __launch_bounds__(COMBINE_THREADS) paged_begin_kernel(BeginParams x) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
@@ -42,8 +43,8 @@ inline gk_status launch_begin(const gk_context *ctx, const Call &c, unsigned *ar
 }
 
 /* ---- 2. the merge ---------------------------------------------------------------------------- */
-/* The threads that merge a share's sums: one warp if it alone has the tile's head, otherwise the
- * block. */
+/* The threads that merge the sums of a share. If each warp of the block has a kv head of its own, a
+ * team is one warp, otherwise it is the block. */
 struct Team {
     int thread, threads, head0, heads; /* heads [head0, head0 + heads) of the block's heads */
     __device__ __forceinline__ void sync() const {
@@ -71,6 +72,7 @@ __device__ __forceinline__ void store_16<EitherHalf>(const StreamParams &a, int6
         store_16<__nv_bfloat16>(a, at, x, factor);
 }
 
+/* Writes four columns of a row to out. The thread with column 0 also writes lse. */
 template <class T>
 __device__ __forceinline__ void write_row(const StreamParams &a, const TileShare &x, int head_kv,
                                           int row, int col, const Merged &all) {
@@ -82,8 +84,8 @@ __device__ __forceinline__ void write_row(const StreamParams &a, const TileShare
     if (col == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
 }
 
-/* Merges the splits of blocks first .. last if this block is the last to arrive. Its own split
- * is stored, and the team has synchronised since. */
+/* Merges the splits of blocks first .. last if this block is the last to arrive. Before the call,
+ * the team has stored its own split and synchronised. */
 template <class T>
 __device__ __forceinline__ void join_splits(const StreamParams &a, const TileShare &x, int first,
                                             int last, const Team &team) {

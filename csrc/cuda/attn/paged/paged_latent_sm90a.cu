@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_latent_sm90a: latent attention (MLA, DeepSeek-V2 2024, arXiv:2405.04434) over a paged cache
- * on Hopper, with the projections absorbed into q and out: one kv head, whose values are the first
- * 512 columns of its keys.
+ * on Hopper. The projections are absorbed into q and out, so there is one kv head, and its values
+ * are the first 512 columns of its keys.
  *
  *  out[t] = sum_j softmax_j(scale q[t] k[j], sink) k[j][:512] v_scale,  j < hi(t)
  *
@@ -10,13 +10,14 @@
  * lse [T, Hq]. FlashMLA (DeepSeek 2025) has the same exchange of P between two warpgroups.
  *
  * Work split (latent_plan.cuh): a block takes 64 rows (tokens x heads) of a sequence and a range of
- * its keys. With more than 64 rows, two neighbouring blocks take the same keys: 2 to 3 % faster
- * than a cluster of two with multicast. Two warpgroups multiply, one warp loads (latent_loop.cuh).
- * The tiles that were split are merged by a second kernel, which starts while the first one drains.
+ * its keys. If a sequence has more than 64 rows, two neighbouring blocks take the same keys. That
+ * is 2 to 3 % faster than a cluster of two with multicast. Two warpgroups multiply, one warp loads
+ * (latent_loop.cuh). A second kernel, whose launch overlaps the end of the first one, merges the
+ * tiles that were split.
  *
- * Not handled, left to paged_attn_plain: other widths, two tensors instead of one, 8-bit caches,
- * pages that are not a multiple of 16 keys, left windows, kv_start, softcap, ALiBi, k_scale, scales
- * that are not above 0. */
+ * Not handled, left to paged_attn_plain: other head_dims, values in a tensor of their own, 8-bit
+ * caches, pages that are not a multiple of 16 keys, batch-invariant calls, left windows, kv_start,
+ * softcap, ALiBi, k_scale, and a `scale` that is not above 0. */
 #include "../../../core/paged.h"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
@@ -25,7 +26,7 @@
 namespace {
 
 /* ---- 1. results ------------------------------------------------------------------------------ */
-/* Writes out and lse of a tile's rows if it has no keys. */
+/* Writes out and lse of the rows of a tile without keys. */
 template <class T>
 __device__ __forceinline__ void write_no_keys(const LatentParams &a, const LatentTile &x,
                                               const LatentRows &rows) {
@@ -39,13 +40,13 @@ __device__ __forceinline__ void write_no_keys(const LatentParams &a, const Laten
     }
 }
 
-/* Writes columns 256 W .. of a tile's rows: out and lse if the worker has all of the tile, else
- * its split. sum: of a thread's two rows. */
+/* Writes columns 256 W .. 256 W + 255 of a tile's rows: to out and lse if the worker has the whole
+ * tile, otherwise to its split. sum: the sums of a thread's two rows. */
 template <class T, int W>
 __device__ __forceinline__ void
 write_rows(const LatentParams &a, const LatentTile &x, const LatentRows &rows, int worker, int rank,
            const float (&o)[128], const float (&m)[2], const float (&sum)[2]) {
-    const int pair = threadIdx.x % 4; /* its columns are 8 n + 2 pair */
+    const int pair = threadIdx.x % 4; /* the thread's columns are 8 n + 2 pair and the next one */
     const int split = ((worker * 2 + (x.t0 == 0)) * a.side + rank) * LATENT_ROWS;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ void latent_consume(const LatentParams &a, const Late
         float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
         attend_chunks<T, W>(a, x, rows, smem_s, scale, parity, o, m, l);
 
-        /* the sums of both warpgroups' chunks; two places in turn, so that one barrier suffices */
+        /* Adds the sums of both warpgroups. Tiles alternate between two buffers, so that one
+         * barrier a tile is enough. */
         const smem_addr sums_s = smem_s + S::SUMS + 512 * turn;
         turn ^= 1;
 #pragma unroll
@@ -155,19 +157,19 @@ __global__ void __launch_bounds__(LATENT_THREADS, 1)
 }
 
 /* ---- 3. the merge ---------------------------------------------------------------------------- */
-/* A fixed number of blocks, whatever the batch. A task is four rows of a tile that was split, a
- * row for each team of 128 threads; or one row if the tile has many splits, which the teams share.
- */
+/* The number of blocks does not depend on the batch. A block has four teams of 128 threads. A task
+ * is four rows of a tile that was split, one for each team. If the tile has more than many_splits
+ * splits, a task is one row, and the teams divide its splits. */
 constexpr int MERGE_TEAM = LATENT_DIM_V / 4, MERGE_TEAMS = 4, MERGE_THREADS = 512;
-constexpr int MERGE_WORKERS = 160; /* at most: five for each lane */
+constexpr int MERGE_WORKERS = 160; /* the most workers: five for each lane of a warp */
 
 struct LatentMerge {
     float4 sums[MERGE_TEAMS - 1][MERGE_TEAM];
     float total[MERGE_TEAMS - 1];
     LatentRecord records[MERGE_WORKERS];
-    unsigned enders[MERGE_WORKERS / 32]; /* a bit for each worker that ends a tile */
-    int last[MERGE_WORKERS];             /* the worker that ends the tile which this begins */
-    int first_task[MERGE_WORKERS + 1];
+    unsigned enders[MERGE_WORKERS / 32]; /* one bit for each worker whose record has `ends` */
+    int last[MERGE_WORKERS];             /* the worker that ends the tile that worker i begins */
+    int first_task[MERGE_WORKERS + 1];   /* first task of the tile that worker i begins */
 };
 
 __device__ __forceinline__ int tasks_of(int rows, int splits) {
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(MERGE_THREADS) paged_latent_merge_kernel(const
         const int row = many ? in_task : in_task * MERGE_TEAMS + team;
         const bool there = row < record.rows;
         const auto at = [&](int split) {
-            const int half = split == w; /* a worker's second split begins a tile */
+            const int half = split == w; /* split 1 of a worker is the one that begins a tile */
             return ((int64_t)(split * 2 + half) * a.side + row / LATENT_ROWS) * LATENT_ROWS +
                    row % LATENT_ROWS;
         };
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(MERGE_THREADS) paged_latent_merge_kernel(const
                     add_4(sums, shared.sums[other][quad], 1);
                     total += shared.total[other];
                 }
-            __syncthreads(); /* and read */
+            __syncthreads(); /* the teams' sums are read */
         }
         if (!there || (many && team > 0)) continue;
         const int64_t to = record.first_row + row;
@@ -283,12 +285,13 @@ __global__ void __launch_bounds__(MERGE_THREADS) paged_latent_merge_kernel(const
 /* ---- 4. launch ------------------------------------------------------------------------------- */
 struct LatentPlan {
     Paged p;
-    int workers, side, page_box, q_box;
+    int workers, side, page_box, q_box; /* as in LatentParams */
     bool q_flat;
     int64_t records_bytes, stats_bytes;
 };
 
-/* The TMA shape of rows of 576 columns: columns of a panel, rows, panels, then pages or tokens. */
+/* The TMA shape of rows of 576 columns. Dimensions: columns of a panel, rows, panels, and pages or
+ * tokens. */
 TensorShape latent_shape(const gk_tensor &t, int64_t rows, int64_t row_step, int64_t outer,
                          int64_t outer_step) {
     TensorShape x = {};
@@ -309,7 +312,7 @@ TensorShape cache_shape(const gk_tensor &t) {
     return latent_shape(t, t.shape[1], t.stride[1], t.shape[0], t.stride[0]);
 }
 
-/* Tokens and heads as one dimension, if the strides allow it. */
+/* flat: tokens and heads are one dimension, which the strides must allow. */
 TensorShape q_shape(const gk_tensor &t, bool flat) {
     const int64_t tokens = t.shape[0], heads = t.shape[1];
     if (!flat) return latent_shape(t, heads, t.stride[1], tokens, t.stride[0]);
@@ -339,14 +342,14 @@ bool plan_latent(const gk_cuda_instance *row, const gk_context *ctx, const void 
     own.page_box = cache.shape[1] % 64 == 0 ? 64 : cache.shape[1] % 32 == 0 ? 32 : 16;
     own.q_flat = heads == 1 || tokens <= 1 || q.stride[0] == heads * q.stride[1];
     own.q_box = own.q_flat ? 64 : (int)gk_min_i64(heads, 64);
-    /* a box of q takes heads of one token */
+    /* a box of q has heads of one token only */
     if (!own.q_flat && (64 % own.q_box != 0 || heads % own.q_box != 0)) return false;
     if (tokens > 0 && heads > 0 && !tensor_map_fits(q_shape(q, own.q_flat))) return false;
     if (!tensor_map_fits(cache_shape(cache))) return false;
     own.side = own.p.seq_q * heads > LATENT_ROWS ? 2 : 1;
     own.workers = gk_gpu_of(ctx->index)->num_sms / own.side;
     if (own.workers < 1 || own.workers > MERGE_WORKERS) return false;
-    /* the list is counted in 32 bits */
+    /* the list's weight is counted in 32 bits */
     const int64_t weight = own.p.capacity / LATENT_KEYS + 1 + latent_tiles::tile_cost;
     const int64_t groups = own.p.seq_q * heads / (LATENT_ROWS * own.side) + 1;
     if (batch * groups > INT32_MAX || batch * groups * weight > INT32_MAX) return false;

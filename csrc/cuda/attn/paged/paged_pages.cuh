@@ -3,13 +3,14 @@
  * memory after TMA, and their loads as operands of mma.m16n8k16, K as A [16 keys][16 columns] and V
  * as A [16 columns][16 keys].
  *
- *  WidePages   pages of q's dtype. A step is 16 keys: panels of 64 columns, rows of 128 bytes
- *  CodePages   pages of 8-bit codes, head_dim at most HEAD_DIM and a multiple of 16. A step is 32
- *              keys, 16 if HEAD_DIM is 256: panels of up to 128 columns, each its own copy. TMA
- * fills the columns past head_dim with zeros. Operands are float16, which hold every code
+ *  WidePages   Pages of q's dtype. A step is 16 keys, in panels of 64 columns (rows of 128 bytes).
+ *  CodePages   Pages of 8-bit codes. head_dim is a multiple of 16 and at most HEAD_DIM; TMA fills
+ *              the other columns with zeros. A step is 32 keys, or 16 if HEAD_DIM is 256, in panels
+ *              of up to 128 columns, each loaded by its own copy. Operands are float16, which
+ *              represents every code exactly.
  *
  * Columns may be summed in any order. CodePages permutes the columns of K, V and O so that four
- * consecutive bytes of a row belong to one lane; q and out are permuted to match (q_col, out_col).
+ * consecutive bytes of a row belong to one lane. q and out are permuted to match (q_col, out_col).
  */
 #ifndef GPUKERN_CUDA_PAGED_PAGES_CUH
 #define GPUKERN_CUDA_PAGED_PAGES_CUH
@@ -23,7 +24,7 @@ template <class T_, int HEAD_DIM_> struct WidePages {
     static constexpr bool CODES = false;
     static constexpr gk_dtype stored = element<T>::dtype;
     static constexpr int COLS = 64, PLANES = HEAD_DIM / COLS; /* of a box */
-    static constexpr int COPIES = 1;                          /* boxes that make up the columns */
+    static constexpr int COPIES = 1; /* TMA copies that load all columns of some keys */
     typedef smem_tile<KEYS, COLS * 2> Panel;
     static constexpr int tile_bytes = PLANES * Panel::bytes;
     static smem_box box(int rows) { return smem_rows(2, COLS * 2, rows, PLANES); }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_plan.cuh: how the work of paged_attn is divided, and how partial results of warps and
  * blocks are merged. The kernels that stream a cache (paged_attn_sm80, paged_attn_f32,
- * paged_attn_sm90a) use it.
+ * paged_attn_sm90a) use it. paged_latent_sm90a uses only the functions for out (section 3).
  *
  * A row is one query token and one head of the group that shares a kv head. A kernel takes `lanes`
  * rows together. A tile is (sequence, `lanes` rows, a set of neighbouring kv heads). The keys of a
@@ -9,13 +9,13 @@
  *
  * All tiles form one list of chunks. Each tile's chunks follow TILE_COST extra ones, which
  * represent the cost of starting a tile. Each block takes the same number of chunks. The list
- * depends on the lengths only. A block that holds a whole tile writes out. Otherwise it writes a
- * split (sums, max) to the workspace, and paged_combine.cuh merges the splits of a tile in order. A
- * block leaves at most two splits: one of the tile that it shares with the block before, one of the
- * tile that it shares with the block after.
+ * depends on the lengths only. A block that has a whole tile writes out. Otherwise it writes a
+ * split (O, max, sum) to the workspace. The splits of a tile are merged in order, by a second
+ * kernel (paged_combine.cuh) or, in paged_attn_sm90a, by the last block to arrive (paged_join.cuh).
+ * A block leaves at most two splits: one of the tile that it shares with the block before, one of
+ * the tile that it shares with the block after.
  *
- * Even shares: Stream-K, Osama et al. 2023. Splits of a context: Flash-Decoding, Dao et al. 2023.
- */
+ * Even shares: Stream-K, Osama et al. 2023. Splits of keys: Flash-Decoding, Dao et al. 2023. */
 #ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
 #define GPUKERN_CUDA_PAGED_PLAN_CUH
 
@@ -32,10 +32,11 @@ constexpr int KEYS = paged_plan::keys, TILE_COST = paged_plan::tile_cost;
 /* ---- 1. the plan ----------------------------------------------------------------------------- */
 struct Call {
     Paged p;
-    int block_heads, head_sets; /* neighbouring kv heads of a block; sets of them */
+    int block_heads, head_sets; /* neighbouring kv heads of a block; number of such sets */
     int blocks;
     int lanes, chunk_keys; /* rows of a tile; keys of a chunk: KEYS x (warps / block_heads) */
-    /* paged_attn_sm90a: no tile is split. A tile belongs to the block in whose share it begins. */
+    /* paged_attn_sm90a only: no tile is split; a tile belongs to the block in whose share it
+     * begins */
     bool whole_tiles;
     struct SharedTile *shared; /* workspace, [blocks][2]; NULL if no tile is shared */
     float2 *stats;             /* [blocks][2][block_heads][lanes]: (max, sum) of a split */

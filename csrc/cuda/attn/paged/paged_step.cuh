@@ -2,9 +2,10 @@
 /* paged_step.cuh: one step of keys of a warp in paged_attn_sm90a (paged_pages.cuh), and the state
  * of the rows that the warp serves.
  *
- * The maximum is lazy: a lane looks at its own keys, and only if a row grows by more than 2^8 do
- * the lanes exchange maxima and rescale O. 8-bit codes are multiplied as float16, which holds them
- * exactly; q is scaled by a power of two for each row. */
+ * The maximum is lazy: a lane looks at its own keys. The lanes exchange maxima and rescale O only
+ * if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2 (as a power of 2). 8-bit
+ * codes are multiplied as float16, which represents them exactly; each row of q is scaled by a
+ * power of two. */
 #ifndef GPUKERN_CUDA_PAGED_STEP_CUH
 #define GPUKERN_CUDA_PAGED_STEP_CUH
 
@@ -13,8 +14,8 @@
 
 namespace {
 
-/* T of q and out. EitherHalf: bfloat16 or float16, as StreamParams::is_f16 says, for kernels whose
- * operands are float16 in any case. */
+/* The type T of q and out. EitherHalf: bfloat16 or float16, chosen at run time by
+ * StreamParams::is_f16. One kernel then serves both dtypes, if its operands are float16 anyway. */
 struct EitherHalf {};
 template <class T> __device__ __forceinline__ float2 unpack_16(const StreamParams &, uint32_t x) {
     return unpack2<T>(x);
@@ -225,7 +226,7 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
     for (int h = 0; h < HALVES; ++h) {
         factor[h] = 1;
         if (!Pages::CODES) continue;
-        /* the scale of a page, the same in all lanes; it may be negative or 0 */
+        /* The scale of the page is the same in all lanes. It may be negative or 0. */
         const float size = fabsf(v_scale[h]);
         if (size > r.v_base) {
             const float shrink = r.v_base / size;
@@ -238,7 +239,7 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
             for (int before = 0; before < h; ++before) factor[before] *= shrink;
             r.v_base = size;
         }
-        /* v_base 0: only scales of 0 so far, and O is multiplied by 0 at the end */
+        /* If v_base is still 0, all scales so far were 0, and O is multiplied by 0 at the end. */
         if (v_scale[h] != r.v_base) factor[h] = v_scale[h] / r.v_base;
     }
 #pragma unroll

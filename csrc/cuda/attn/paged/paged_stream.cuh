@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_stream.cuh: what a warp of paged_attn_sm90a loads, and in which order.
  *
- * A share is a warp's part of one tile (paged_plan.cuh). A Source yields the shares of a block one
- * after the other: those of the flat list, or the single share of a block in a cluster. Each warp
- * has two sources, one for what it multiplies and one, some steps ahead, for what it loads. So the
- * ring of a warp runs on from one sequence into the next.
+ * A share is a warp's part of one tile (paged_plan.cuh). A block in a cluster has a single share. A
+ * block of the flat list has several, and a Source yields them one after the other. There each warp
+ * has two Sources: one for what it multiplies, and one some steps ahead for what it loads. So the
+ * ring of a warp continues from one sequence into the next without a gap.
  *
- *  ring of a warp   stages x (K KEYS rows, V KEYS rows) with a full barrier each; lane 0 issues;
- *                   no block-wide barrier
- *  page numbers     32 boxes by one load, one for each lane, while the next 32 are in flight. A box
- *                   is the part of a step that lies in one page. A box without a page lies outside
- *                   the tensor, and TMA fills it with zeros */
+ *  ring of a warp   `stages` stages of KEYS rows of K and KEYS rows of V, each with a full barrier.
+ *                   One lane issues the copies. There is no block-wide barrier.
+ *  page numbers     Each lane looks up one box, so one load finds 32 boxes, while the table entries
+ *                   of the next 32 are in flight. A box is the part of a step that is in one page.
+ *                   A box without a page gets coordinates outside the tensor, so that TMA fills it
+ *                   with zeros. */
 #ifndef GPUKERN_CUDA_PAGED_STREAM_CUH
 #define GPUKERN_CUDA_PAGED_STREAM_CUH
 
@@ -27,8 +28,8 @@
 namespace {
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* Byte offsets. The ring [warps][stages][2 tiles] comes first. In a cluster, O of the warps
- * overlays their rings. */
+/* Byte offsets. The rings [warps][stages][K, V] come first. In a cluster, the warps' O overlays the
+ * rings. */
 struct SmemMap {
     int o, stats, barriers, scales, inbox_barrier, inbox, chunks, total;
 };
@@ -44,7 +45,7 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
     m.scales = m.barriers + warps * stages * 8;
     m.inbox_barrier = m.scales + warps * stages * 16;
     m.inbox = m.chunks = (m.inbox_barrier + 8 + 15) / 16 * 16;
-    /* rows and quads of columns are divided among up to 8 blocks, rounded up */
+    /* the inbox: 32 bytes for each quad of columns that a block merges, from each block */
     m.total = cluster ? m.inbox + lanes * head_dim * 8 + 8 * 32
                       : m.chunks + (int)sizeof(Chunks<LIST_WARPS, int>);
     return m;
@@ -52,23 +53,23 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
 
 struct StreamParams {
     Call c; /* c.shared is NULL */
-    /* workspace, [blocks][LIST_WARPS]: for each head, how many splits are stored of the tile that
-     * this block began */
+    /* Workspace, [blocks][LIST_WARPS]. For the tile that a block began, and for each of its heads:
+     * the number of splits that are stored so far. */
     unsigned *arrived;
     CUtensorMap k, v;
-    CodeScale k_scale, v_scale; /* of codes, per page */
-    bool by_page;               /* at least one of them exists */
+    CodeScale k_scale, v_scale; /* scales of codes for each page and head */
+    bool by_page;               /* at least one of the two exists */
     /* blocks of a cluster that share a tile; 1: one block for each tile; 0: the flat list */
     int ranks;
     int ranks_log2;
-    int warps, stages, boxes;  /* boxes of a step, that is pages that it spans */
-    Divisor of_page, of_group; /* of block_size and of the heads that share a kv head */
-    Divisor of_step;           /* in a cluster: keys from a warp's step to its next one */
-    Divisor of_chunk;          /* in the list: keys of a chunk */
+    int warps, stages, boxes;  /* boxes: 1 or 2, the number of pages that a step spans */
+    Divisor of_page, of_group; /* by block_size; by the number of heads that share a kv head */
+    Divisor of_step;           /* in a cluster: by the keys from a warp's step to its next one */
+    Divisor of_chunk;          /* in the list: by the keys of a chunk */
     /* no window, no kv_start, no cu_q: the keys of a sequence are [0, its length) */
     bool plain;
-    bool is_f16;      /* q and out, with EitherHalf */
-    Divisor of_quads; /* of head_dim / 4 */
+    bool is_f16;      /* with EitherHalf: q and out are float16, otherwise bfloat16 */
+    Divisor of_quads; /* by head_dim / 4 */
     SmemMap map;
 };
 
@@ -79,11 +80,12 @@ struct Share {
     int own, chunks; /* the tile's first chunk in the list; its number of chunks */
 };
 
-/* The query token of a row of a sequence. */
+/* The query token to which a row of a sequence belongs. */
 __device__ __forceinline__ int token_of(const StreamParams &a, int row) {
     return (int)a.of_group.into((uint32_t)row);
 }
 
+/* Finds the keys that some row and that all rows of the tile see. */
 __device__ __forceinline__ void see_keys(TileShare &x, const StreamParams &a) {
     const int first = token_of(a, x.row0), last = token_of(a, x.last_row);
     x.lo = x.s.lo(first);
@@ -106,7 +108,7 @@ __device__ __forceinline__ void cluster_steps(const StreamParams &a, Share &shar
     const int warp = threadIdx.x / 32;
     share.stride = (int)a.of_step.by;
     x.first_key = x.lo / STEP_KEYS * STEP_KEYS + ((int)blockIdx.x * a.warps + warp) * STEP_KEYS;
-    /* the step that holds lo is the first warp's of the first block */
+    /* step 0 of the first warp of the first block holds key lo */
     x.step0 = 0;
     x.steps = x.hi > x.first_key ? (int)a.of_step.into(x.hi - x.first_key - 1) + 1 : 0;
 }
@@ -129,8 +131,8 @@ __device__ __forceinline__ void cluster_share(const StreamParams &a, Share &shar
     cluster_steps<STEP_KEYS>(a, share);
 }
 
-/* The same, as far as the loader needs it, from the length alone. Its few instructions stand
- * between the length and the first copy. */
+/* The part of cluster_share that the loader needs, for a plain call. It uses the length only,
+ * because these instructions delay the first copy. */
 template <int STEP_KEYS>
 __device__ __forceinline__ void plain_share(const StreamParams &a, Share &share) {
     const Paged &p = a.c.p;
@@ -142,7 +144,7 @@ __device__ __forceinline__ void plain_share(const StreamParams &a, Share &share)
     cluster_steps<STEP_KEYS>(a, share);
 }
 
-/* own_cost of a plain call, from the sequence's length alone. */
+/* The cost of one tile of a plain call, from the sequence's length alone (see work_of). */
 __device__ __forceinline__ int plain_cost_of_tile(const StreamParams &a, int length) {
     const int keys = min(max(length, 0), a.c.p.capacity);
     return (int)a.of_chunk.into(keys + a.of_chunk.by - 1) + TILE_COST;
@@ -151,14 +153,15 @@ __device__ __forceinline__ int plain_tiles(const StreamParams &a) {
     return (a.c.p.seq_q * a.c.p.group + a.c.lanes - 1) / a.c.lanes * a.c.head_sets;
 }
 
-/* The length of the sequence that this thread counts. It may be read while the kernel ahead still
- * writes it, so it must not enter L1. */
+/* The length of the sequence that this thread counts. The previous kernel may still be writing it,
+ * so the load must bypass L1. */
 __device__ __forceinline__ int own_length(const StreamParams &a) {
     const Paged &p = a.c.p;
     return threadIdx.x < p.batch ? __ldcg(p.lens + threadIdx.x * p.lens_step) : 0;
 }
 
-/* Prefetches the table entries and q of the block's first share into L2. */
+/* Prefetches the table entries and q of the block's first share into L2. The lengths may change
+ * before the kernel really reads them, so the result is a guess; it is never out of bounds. */
 template <class Pages>
 __device__ __forceinline__ void prefetch_share(const StreamParams &a,
                                                const Chunks<LIST_WARPS, int> &plan) {
@@ -193,8 +196,8 @@ template <int STEP_KEYS> struct Source {
         first = plan.found_at;
     }
 
-    /* The next tile of which the block has chunks, or a tile without keys that the block must
-     * write. */
+    /* Finds the next tile of which the block has chunks, or the next tile without keys whose result
+     * the block must write. Returns false if there is none. */
     __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS, int> &plan,
                                          Share &share) {
         const Call &c = a.c;
@@ -248,16 +251,17 @@ template <class Pages, bool CLUSTERS> struct Loader {
     Source<Pages::KEYS> source; /* of the list */
     /* of the share that is being loaded */
     int b, head_kv, first_key, stride, step, steps, lo, hi;
-    int base;      /* step of the first box that the lanes hold */
+    int base;      /* the step of lane 0's box */
     int page, row; /* this lane's box */
-    /* the box 32 boxes later, as the table has it; row -1: no box */
+    /* the box 32 boxes later, not yet checked; next_row -1: no box */
     int next_page, next_row;
     bool ahead; /* next_page and next_row are loaded */
     float k_scale, v_scale;
-    /* in a cluster: a table entry that was loaded before the length was known, and its key */
+    /* in a cluster: a table entry that was loaded before the length was known, and the key that it
+     * is for */
     int early_page, early_key;
     int stage, on_the_way;
-    /* two bits for each stage: whether each box has a page, or lies outside the visible keys */
+    /* Two bits for each stage, one for each box. 0: the box has visible keys, but no valid page. */
     unsigned here;
     smem_addr ring_s, barriers_s, scales_s;
     uint64_t policy; /* L2 policy: evict first, since pages are read once */
@@ -288,8 +292,8 @@ template <class Pages, bool CLUSTERS> struct Loader {
         return key < p.capacity ? key : -1;
     }
 
-    /* Loads the first entries of the table beside the length, not behind it. What lies past the
-     * length is not used. With a window, look_up finds other keys and loads its own. */
+    /* Loads the first table entries at the same time as the length, not after it. Entries past the
+     * length are not used. With a window, look_up needs other keys and loads those entries. */
     __device__ __forceinline__ void load_early(const StreamParams &a) {
         const int *entry;
         early_key = early_place(a, &entry);
@@ -313,8 +317,8 @@ template <class Pages, bool CLUSTERS> struct Loader {
             page_ = p.table[b * p.table_row + entry * p.table_entry];
     }
 
-    /* Checks what look_up has loaded. A box without a page lies outside the tensor. Its scale of v
-     * is 0, so that it does not raise the base of the row's sums. */
+    /* Checks what look_up has loaded. A box without keys or without a valid page gets coordinates
+     * outside the tensor. Its scale of v is 0, so that it does not raise v_base of the rows. */
     __device__ __forceinline__ void accept(const StreamParams &a, int page_, int row_) {
         const Paged &p = a.c.p;
         k_scale = v_scale = 0;
@@ -374,7 +378,7 @@ template <class Pages, bool CLUSTERS> struct Loader {
             ++on_the_way;
             stage = stage + 1 == a.stages ? 0 : stage + 1;
         }
-        look_ahead(a); /* behind the copies, which need not wait for it */
+        look_ahead(a); /* after the copies, so that they do not wait for it */
     }
 
     __device__ __forceinline__ void issue(const StreamParams &a) {

@@ -8,53 +8,55 @@
  * serves. Up to 16 tokens fill the one mma that paged_attn_sm90a issues for them. */
 constexpr int PREFILL_TOKENS = 17;
 
-/* paged_attn_sm90a. It has two main forms. The flat list has one block an SM, whose rings run on
- * across sequences. Clusters serve one sequence and kv head each. */
+/* paged_attn_sm90a. Its three forms (list, clusters, tiles) are described in its own file. */
 struct paged_hopper {
-    /* Ring bytes of a warp of the list; 2 stages, 128 KiB in flight on an SM. 3 stages are 1 to
-     * 2 % slower on an H100, 5 to 14 % with e4m3. */
+    /* Ring bytes of a warp of the list: 2 stages, so that 128 KiB are in flight on an SM. 3 stages
+     * are 1 to 2 % slower on an H100, and 5 to 14 % with e4m3. */
     static constexpr int ring_bytes = 16384;
     /* ring bytes of a warp in a cluster of two, one block an SM */
     static constexpr int pair_ring_bytes = 24576;
-    /* Warps of a block in a cluster of 4 or 8: two blocks fit on an SM, so that the next call's can
-     * start. Few sequences take clusters of 4 or 8 only if these fill at most half of the SMs: 2 x
-     * 6k takes 17.6 us with clusters of 4 and 21.2 with 8 (H200). */
+    /* Warps of a block in a cluster of 4 or 8. Two such blocks fit on an SM, so that the next call
+     * can start early. Few sequences take clusters of 4 or 8 only if these fill at most half of the
+     * SMs: 2 x 6k takes 17.6 us with clusters of 4 and 21.2 us with 8 (H200). */
     static constexpr int few_warps = 6;
     /* the largest cluster size that every device can launch */
     static constexpr int most_ranks = 8;
     /* blocks of a cluster in a batch-invariant call, whatever the batch and the lengths */
     static constexpr int fixed_ranks = 8;
-    /* From this batch on, blocks of the list take neighbouring kv heads, for codes and up to 8
-     * rows. These blocks read whole cache lines, but there are fewer tiles: 5 % faster at 256 x
-     * 1k, up to 30 % slower with fewer sequences (16 x 2k). It is never faster for 16-bit pages. */
+    /* From this batch on, a block of the list takes neighbouring kv heads, if pages are 8-bit codes
+     * and a tile has up to 8 rows. Such blocks read whole cache lines, but there are fewer tiles.
+     * It is 5 % faster at 256 x 1k and up to 30 % slower with fewer sequences (16 x 2k). It is
+     * never faster for 16-bit pages. */
     static constexpr int side_by_side_batch = 32;
     /* Above this batch paged_attn_sm80 serves instead of the list: 0.7 % faster at 256 x 1k, equal
-     * at 64 x 4k. No clusters of eight then: short sequences would be cut too small (334 us instead
-     * of 237, 200 x 1.2k, H200). */
+     * at 64 x 4k. Clusters of eight are not used then, because they would cut short sequences too
+     * small (334 us instead of 237, 200 x 1.2k, H200). */
     static constexpr int wide_batch = 64;
-    /* from this batch on paged_attn_sm80 serves head_dim 64: time over paged_attn_sm80's 0.86 at
-     * 16 x 2k, 1.00 at 32 x 2k, 1.03 at 64 x 4k */
+    /* From this batch on, paged_attn_sm80 serves head_dim 64 instead of the list. The list's time
+     * relative to it is 0.86 at 16 x 2k, 1.00 at 32 x 2k, and 1.03 at 64 x 4k. */
     static constexpr int narrow_batch = 32;
-    /* Bytes a ns that one SM of a cluster reads, if the device's memory has room. Measured on an
-     * H200 from 1 x 6k and 1 x 100k: 64 with 16-bit pages, 40 with codes. */
+    /* Bytes a ns that one SM of a cluster reads while the device's memory is not saturated.
+     * Measured on an H200 with 1 x 6k and 1 x 100k: 64 with 16-bit pages, 40 with codes. */
     static constexpr float sm_bytes_per_ns = 64, sm_code_bytes_per_ns = 40;
-    /* What all SMs read of the memory's peak: 4.25 of 4.9 TB/s on an H200, 3.0 of 3.35 on an
-     * H100. */
+    /* Share of the memory's peak that all SMs together reach: 4.25 of 4.9 TB/s on an H200, 3.0 of
+     * 3.35 TB/s on an H100. */
     static constexpr float share_of_peak = 0.87f;
-    /* blocks of 4 warps that an SM holds; more keep the device busy while others begin and end */
+    /* Blocks of 4 warps (tiles) that an SM holds at a time. With more than this number, the next
+     * blocks keep the device busy while others begin and end. */
     static constexpr int tiles_an_sm = 3;
-    /* splits that a thread of the list loads at once: one kv head of a single sequence has up to 17
-     * on 132 SMs */
+    /* Splits that a thread of the list loads at once. One kv head of a single sequence has up to 17
+     * splits on 132 SMs. */
     static constexpr int join_splits = 18;
-    /* cost of the list's splits, compared with a merge inside a cluster: 17.5 us instead of 11.5 at
-     * 1 x 6k (H200) */
+    /* Cost of the list's splits, compared with a merge inside a cluster: 17.5 us instead of 11.5 us
+     * at 1 x 6k (H200). */
     static constexpr float list_costs_ns = 6000;
-    /* What clusters or tiles may lose to the list if one sequence is as long as the block table
-     * allows and all others are empty. It allows tiles up to 2270 keys of 8 heads of 128 (tables of
-     * 1.2k keys: 223 us, clusters of four 237, the list 236; 48 x 5k: clusters of four 236, the
-     * list 242). With codes the list is closer: tiles up to 1900 keys. */
+    /* Time that clusters or tiles may lose to the list in the worst case, where one sequence is as
+     * long as the block table allows and all others are empty. With this limit, tiles serve tables
+     * of up to 2270 keys (8 heads of 128). Measured with tables of 1.2k keys: tiles 223 us,
+     * clusters of four 237, the list 236. Measured at 48 x 5k: clusters of four 236, the list 242.
+     * With codes the list is closer, so tiles serve up to 1900 keys. */
     static constexpr float slack_ns = 32000, code_slack_ns = 24000;
-    /* 8 warps are 0 to 6 % slower, 3 stages 0 to 2 % */
+    /* A block of the form tiles. 8 warps are 0 to 6 % slower, 3 stages 0 to 2 %. */
     static constexpr int tile_warps = 4, tile_stages = 2;
 };
 

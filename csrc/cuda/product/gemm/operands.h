@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* operands.h: the operands of a Hopper gemm as TMA reads them: in place, or as aligned copies
- * (realign.h). C, so that plans hold them. */
+ * (realign.h). operands_of decides this in the plan, place_copies sets addresses in the launch. It
+ * is C, because plans hold the result. */
 #ifndef GPUKERN_CUDA_GEMM_OPERANDS_H
 #define GPUKERN_CUDA_GEMM_OPERANDS_H
 

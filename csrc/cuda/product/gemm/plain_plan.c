@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plain_plan.c: the table of gemm_plain, and its plan. */
+/* plain_plan.c: the table of gemm_plain, and its plan. The plan chooses the tile of the least
+ * estimated time, and the number of splits of k. */
 #include "plain_plan.h"
 #include "split.h"
 #include "tables.h"

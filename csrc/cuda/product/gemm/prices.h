@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prices.h: what the planners of gemm weigh: expected times, limits and sizes, with the measurement
- * behind each number. The instances and their percentages of the peak are in instances.def. C, so
- * that every build plans. */
+/* prices.h: the numbers by which the planners of gemm choose: times, limits and sizes, with the
+ * measurement behind each one. The instances and their percentages of the peak are in
+ * instances.def. It is C, because every build plans, also one without nvcc. */
 #ifndef GPUKERN_CUDA_GEMM_PRICES_H
 #define GPUKERN_CUDA_GEMM_PRICES_H
 
@@ -9,16 +9,16 @@
 #include <stdint.h>
 
 /* ---- gemm_sm80, and split-K through memory --------------------------------------------------- */
-/* Percent of the dense peak that an instance reaches on full SMs; Hopper's plan compares with
- * these. Measured at 4096 cubed on one H200. */
+/* Percent of the dense peak that an instance of gemm_sm80 reaches on full SMs. Hopper's plan
+ * compares its own estimates with these. Measured at 4096 cubed on one H200. */
 enum {
     PERCENT_128x128 = 36, /* 378 TFLOP/s */
     PERCENT_ANY = 10,     /* 104 TFLOP/s */
     PERCENT_TF32 = 33,    /* 175 TFLOP/s of half the peak */
     /* 42 TFLOP/s of half the peak: tf32 outside Hopper's tensor-core instances. */
     PERCENT_PLAIN = 8,
-    /* Time of blocks that do not fill their SM, in percent: no other block hides their waits
-     * (1024 cubed). */
+    /* Time of a block that has its SM to itself, in percent of the time on a full SM: no other
+     * block hides its waits (measured at 1024 cubed). */
     PERCENT_ALONE = 115
 };
 enum {
@@ -51,8 +51,8 @@ static inline
 enum {
     GROUP_HEIGHT_SM90 = 2048
 };
-/* Up to SM90_SWAPAB_ROWS rows of a, the weights are streamed past the tokens with swap-AB; up to
- * as many columns of b, narrow tiles stream a. Calls with k below SM90_SWAPAB_K use ordinary
+/* If a has at most SM90_SWAPAB_ROWS rows, swap-AB streams the weights b past them. If b has at most
+ * as many columns, narrow tiles stream a past them. Calls with k below SM90_SWAPAB_K use ordinary
  * tiles, since one of two splits of k would have nothing to do. */
 enum {
     SM90_SWAPAB_ROWS = 64,
@@ -61,8 +61,8 @@ enum {
 /* Largest result M x N for which swap-AB is considered beyond small M. It saves 2.4 % of random
  * products' time (geometric mean); a limit of 320 rows saved 1.1 %. */
 static const int64_t SM90_SWAPPED_RESULTS = 8 << 20;
-/* Largest results of small M, in bytes, that are kept in L2 (a sixth of L2) until they are read.
- * Writing them back amid the stream of weights cost 5 of 62 us at 64 x 28672 x 4096. */
+/* Results of small M up to this many bytes (a sixth of L2) are kept in L2 until they are read.
+ * Writing them back in the middle of the stream of weights cost 5 of 62 us at 64 x 28672 x 4096. */
 static const int64_t KEEP_BYTES = 8 << 20;
 /* A call that needs at least a quarter of the SMs gets a block on every SM. The blocks that
  * start last have no tile, so the next kernel does not wait for them: 512 cubed from 3.27 to
@@ -72,27 +72,29 @@ enum {
 };
 /* Time of a swap-AB product of small M: a constant, and its bytes. 10.9 us for 16 x 4096 x 4096. */
 static const double SWAPAB_US = 1.5, SWAPAB_BYTES_PER_US = 4.0e6;
-/* Time that nothing hides, in us: of a launch, of its last results, of a tile, and of a tile's
- * results; the latter two scale with the tile's size relative to 128 x 256.
+/* Times that nothing hides, in us: LAUNCH_US of a launch, LAST_US of the last results, TILE_US of a
+ * tile, STORE_US of a tile's results. LAST_US and STORE_US are for a tile of 128 x 256 and scale
+ * with its size.
  *
  * These, the next constants and the percentages of instances.def are fitted to measured times on
- * one H100: all instances on some 1200 random products (benchmarks/gemm_instances.py), and on 140
- * squares, products of models and slow cases. The instance they choose takes 2.1 % more than the
- * best one on random products, and 0.2 to 0.8 % more on squares and models. */
+ * one H100. The sample: all instances on some 1200 random products (benchmarks/gemm_instances.py),
+ * and on 140 squares, products of models and slow cases. The chosen instance takes 2.1 % more time
+ * than the best one on random products, and 0.2 to 0.8 % more on squares and models. */
 static const double LAUNCH_US = 1.74, LAST_US = 0.07, TILE_US = 0.01, STORE_US = 1.93;
 /* Bytes per us that all SMs read from L2, and that one SM receives. */
 static const double L2_BYTES_PER_US = 9.3e6, SM_BYTES_PER_US = 0.215e6;
-/* Cost of adding the sums of split-K by two and by four, for 128 x 256 results. Cost of halved
- * tiles beside their halves: a constant, and the sum for 128 x 256 results. */
+/* EXCHANGE_US, EXCHANGE4_US: adding the sums of split-K by two and by four, for a tile of 128 x
+ * 256. HALVES_US, HALVES_SUM_US: the additional time of tiles that are halved along k, as a
+ * constant and for adding the two sums of a tile of 128 x 256. */
 static const double EXCHANGE_US = 2.6, EXCHANGE4_US = 2.73, HALVES_US = 1.7, HALVES_SUM_US = 2.1;
 /* gemm_sm80's estimate is too low by SM80_US for calls of some 10 us. tf32 calls shorter than
  * FEW_TILES_US are compared with it. */
 static const double SM80_US = 1.0, FEW_TILES_US = 40;
-/* Ping-pong: a tile of fewer products than PING_PONG_US waits until the tile before is stored.
- * The last tile of a block has one warpgroup only, which costs ALONE_US. */
+/* Ping-pong: a tile whose products take less than PING_PONG_US waits until the previous tile is
+ * stored. Only one warpgroup works on the last tile of a block, which costs ALONE_US. */
 static const double PING_PONG_US = 8.0, ALONE_US = 2.6;
-/* An activation of many instructions, for 128 x 256 results an SM: 25 us for the four waves of
- * 4096 cubed. */
+/* Time of an activation of many instructions for 128 x 256 results on an SM. The four waves of 4096
+ * cubed take 25 us. */
 static const double CURVE_US = 6.0;
 
 /* ---- aligned copies -------------------------------------------------------------------------- */
@@ -112,11 +114,11 @@ enum {
 static const int64_t REALIGN_FEW_BYTES = 128 << 20;
 
 /* ---- gemm_plain ------------------------------------------------------------------------------ */
-/* PLAIN_UNALIGNED_PERCENT of the peak of multiply-adds is what the large tile reaches with
- * misaligned rows, in place of its own percentage. PLAIN_ALONE_PERCENT: time of an SM's last few
- * tiles, relative to as many as it runs at once. PLAIN_ROUND_US: what nothing hides of such a
- * round. Fitted to the three tiles' times on 36 shapes on one H200: the chosen tile takes 1.5 %
- * more than the best. */
+/* PLAIN_UNALIGNED_PERCENT: percent of the peak of multiply-adds that the large tile reaches with
+ * misaligned rows, instead of its own percentage. PLAIN_ALONE_PERCENT: time of an SM's last few
+ * tiles, in percent of the time of as many as it runs at once. PLAIN_ROUND_US: time of one such
+ * round that nothing hides. Fitted to the times of the three tiles on 36 shapes on one H200. The
+ * chosen tile takes 1.5 % more time than the best one. */
 enum {
     PLAIN_UNALIGNED_PERCENT = 57,
     PLAIN_ALONE_PERCENT = 63
@@ -129,8 +131,8 @@ enum {
 
 /* ---- gemm_skinny ----------------------------------------------------------------------------- */
 enum {
-    /* Most weights of a tile. 28672 weights are four tiles of 56 on each of 128 SMs, 4096 are one
-     * of 32. */
+    /* The most weights of a tile. 28672 weights are four tiles of 56 on each of 128 SMs, and 4096
+     * weights are one tile of 32. */
     SKINNY_ROWS = 64,
     /* Warps, which split k. 8 warps keep more copies in flight than registers could hold. */
     SKINNY_WARPS = 8,
@@ -139,8 +141,9 @@ enum {
     /* Largest M. At 64 tokens gemm_sm80, whose warps share tokens, takes 15.3 us, where this kernel
      * took 20.8. */
     SKINNY_MAX_TOKENS = 16,
-    /* With fewer misaligned weights than this, gemm_sm80 is used, which splits k over all SMs. 1024
-     * weights of 4096 take equally long with both: here 32 SMs have a tile of 32. */
+    /* With fewer misaligned weights than this, gemm_sm80 is used, because it splits k over all SMs.
+     * 1024 weights with k = 4096 take equally long in both kernels. Here 32 SMs then have a tile of
+     * 32. */
     SKINNY_MISALIGNED_LEAST = 1024
 };
 

@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* problem.h: a gemm call in the form that every gemm kernel takes, one struct by value. Batch
- * dimensions that can be merged into the rows have been merged. Broadcast dimensions have stride
- * 0. a and b may have been exchanged. Strides count elements. C, so that plans hold it. */
+/* problem.h: a gemm call in the form that every gemm kernel takes, one struct by value.
+ *
+ *   out = activation(alpha a b + beta c + bias), preact = the argument of activation
+ *
+ * gemm_problem_of makes it from the call's arguments. Batch dimensions that can be merged into the
+ * rows have been merged. Broadcast dimensions have stride 0. a and b may have been exchanged
+ * (gemm_swapped). Strides count elements. It is C, because plans hold it. */
 #ifndef GPUKERN_CUDA_GEMM_PROBLEM_H
 #define GPUKERN_CUDA_GEMM_PROBLEM_H
 
@@ -19,7 +23,8 @@ typedef struct GemmEpilogue {
     int64_t bias_row, bias_col, c_row, c_col, out_row, out_col, preact_row, preact_col;
     gk_dtype bias_dtype, c_dtype, out_dtype; /* each is a's dtype or float32; preact has out's */
     gk_activation activation;
-    /* 16-byte accesses are aligned at every column that is a multiple of 8. */
+    /* 16-byte accesses are aligned at every column that is a multiple of 8. out_vectors is for out
+     * and preact together. */
     bool bias_vectors, c_vectors, out_vectors;
 } GemmEpilogue;
 
@@ -38,12 +43,14 @@ typedef struct GemmProblem {
     void *partials;
 } GemmProblem;
 
-/* Dimensions are aligned at the end. Missing ones and those of size 1 broadcast. */
+/* The stride of t along dimension d of ndim. As in torch, dimensions are aligned at the last one;
+ * missing ones and those of size 1 broadcast, so their stride is 0. */
 static inline int64_t gemm_stride(const gk_tensor *t, int ndim, int d) {
     const int i = d - (ndim - t->ndim);
     return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
 }
 
+/* True if every row and every batch entry begins at a multiple of 16 bytes. */
 static inline bool gemm_aligned(const void *data, gk_dtype dtype, int64_t row, const int64_t *batch,
                                 int ndim) {
     const int64_t bits = gk_bits_of(dtype);
@@ -52,6 +59,7 @@ static inline bool gemm_aligned(const void *data, gk_dtype dtype, int64_t row, c
     return good;
 }
 
+/* Sets the flags for 16-byte accesses from the strides. */
 static inline void gemm_vectors(GemmProblem *p) {
     GemmEpilogue *e = &p->epilogue;
     e->bias_vectors =

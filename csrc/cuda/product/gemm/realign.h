@@ -6,7 +6,7 @@
  * the smaller stride. An entry that the batch broadcasts is copied once.
  *
  * Rows of float32 are treated as rows of twice as many 16-bit elements. A float32 matrix whose
- * inner dimension is not dense is transposed in tiles. C, so that plans hold it. */
+ * inner dimension is not dense is transposed in tiles. It is C, because plans hold the result. */
 #ifndef GPUKERN_CUDA_GEMM_REALIGN_H
 #define GPUKERN_CUDA_GEMM_REALIGN_H
 
@@ -23,11 +23,13 @@ typedef struct RealignMatrix {
     const uint16_t *from;
     void *to;
     int64_t inner_stride, outer_stride; /* of `from` */
-    int64_t begin, end; /* range of an entry, relative to its first row; 0, 0 if it is not dense */
+    /* The elements of an entry, relative to its first row. 0, 0 if the inner dimension is not
+     * dense. */
+    int64_t begin, end;
     int32_t inner, ndim;
     uint32_t total;  /* chunks of the copy */
     bool transposed; /* 32-bit elements: strides count these, `inner` counts 16-bit halves */
-    /* Sizes. Of the batch dimensions, only those that are not broadcast. */
+    /* Divisors by sizes. `batch` and `stride` skip batch dimensions that broadcast. */
     Divisor chunks, outer, batch[REALIGN_DIMS];
     int64_t stride[REALIGN_DIMS];
 } RealignMatrix;
@@ -70,7 +72,7 @@ static inline bool realign_plan(const void *from, int64_t inner, int64_t outer,
     return true;
 }
 
-/* The same for 32-bit elements, which the strides count. */
+/* realign_plan for 32-bit elements; strides count 32-bit elements. */
 static inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer,
                                    int64_t inner_stride, int64_t outer_stride, int ndim,
                                    const int64_t *shape, int64_t *stride, RealignMatrix *x) {

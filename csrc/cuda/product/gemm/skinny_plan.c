@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* skinny_plan.c: the table of gemm_skinny, and its plan. */
+/* skinny_plan.c: the table of gemm_skinny, and its plan. The plan chooses the number of weights of
+ * a tile, so that every SM gets equally many tiles, and the smallest instance that holds it. */
 #include "skinny_plan.h"
 #include "prices.h"
 #include "tables.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm80_plan.c: the table of gemm_sm80, and its plan. It estimates every instance's time over all
- * numbers of splits of k; the fastest is used. */
+/* sm80_plan.c: the table of gemm_sm80, and its plan. The plan estimates the time of every instance
+ * with every number of splits of k, and uses the fastest combination. */
 #include "sm80_plan.h"
 #include "split.h"
 #include "tables.h"

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm90_plan.c: the tables of Hopper's gemm, and their plan. It chooses the instance among the
- * kernels of four files, the shape of its clusters, and how it reads the operands. The choice
- * minimises an estimated time, whose constants are in prices.h and instances.def. */
+/* sm90_plan.c: the tables of Hopper's gemm, and their plan. The plan chooses the instance among the
+ * kernels of four .cu files (gemm_sm90a, gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a),
+ * the shape of its clusters, and whether operands are read in place or copied. The choice minimises
+ * an estimated time. Its constants are in prices.h and instances.def. */
 #include "sm90_plan.h"
 #include "tables.h"
 
 GK_PLAN_HOLDS(HopperPlan);
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
-/* The problem as the instance computes it. Swap-AB exchanges a and b; the epilogue, with the
- * result's strides, stays. */
+/* The problem as the instance computes it. Swap-AB exchanges a and b. The epilogue keeps the
+ * strides of the original problem. */
 static GemmProblem problem_of(const GemmProblem *p, bool swapab) {
     if (!swapab) return *p;
     GemmProblem t = gemm_swapped(p);
@@ -114,7 +115,8 @@ static Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
                  full_us = tile_us(products_us, a + b, l2_bytes, (double)most * blocks),
                  last_us = last > 0 ? tile_us(products_us, a + b, l2_bytes, (double)last * blocks)
                                     : full_us;
-    /* Ping-pong stores results under the next tile's products, if these take at least as long. */
+    /* Ping-pong hides the store of results behind the next tile's products, if these take at least
+     * as long. */
     if (is(row, PING_PONG)) {
         const Estimate stored_under = {(double)(last > 0 ? waves : waves - 1) *
                                                (fmax(full_us, PING_PONG_US) + TILE_US) +
@@ -161,8 +163,9 @@ static double stream_us(const GemmProblem *p) {
     };
 #include "instances.def"
 
-/* Estimated time of a product by the kernels that read operands in place: of the fastest gemm_sm80
- * instance, with k split so that every SM has work. */
+/* Estimated time of a product by the kernels that read operands in place: gemm_sm80 with a tile of
+ * 128 x 128 and with k split so that every SM has work. chunks: the operands are aligned, so that
+ * its aligned tile serves. */
 static double in_place_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, bool chunks) {
     const bool tf32 = dtype == GK_F32;
     const int64_t tiles =
@@ -180,7 +183,8 @@ static double in_place_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *
            (splits > 1 ? REDUCE_US : 0);
 }
 
-/* True if rows or k lie in chunks of 16 bytes, which the kernels with cp.async need. */
+/* True if the operand consists of aligned chunks of 16 bytes along its rows or along k, as kernels
+ * with cp.async need it. */
 static bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride,
                       const int64_t *batch, int ndim) {
     return (k_stride == 1 && gemm_aligned(data, dtype, x_stride, batch, ndim)) ||
@@ -299,8 +303,8 @@ static bool is_candidate(const gk_cuda_instance *row, const Question *q, const G
     return (q->ping_pong || !is(row, PING_PONG)) && keeps_step(row, p);
 }
 
-/* Chooses the instance of the least estimated time. For small M or N, all that hold the short side
- * are estimated alike, and the first has the smallest tile. */
+/* Chooses the instance of the least estimated time. For small M or N, all instances that hold the
+ * short side get the same estimate, so the first one wins. It has the smallest tile. */
 static void choose(const GemmProblem *p, Choice *to) {
     const Question *const q = &to->question;
     const Estimate streamed = {stream_us(p), 0};
@@ -320,8 +324,8 @@ static void choose(const GemmProblem *p, Choice *to) {
         }
 }
 
-/* This thread's choices for its last calls. A model repeats a few dozen shapes, and estimating
- * all instances takes 0.4 us. */
+/* A cache of this thread's last choices. A model repeats a few dozen shapes, and estimating all
+ * instances takes 0.4 us. */
 enum {
     KEPT_CHOICES = 64
 };

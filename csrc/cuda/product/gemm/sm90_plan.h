@@ -7,16 +7,16 @@
 #include "operands.h"
 
 enum {
-    SM90_ROW_BYTES = 128 /* of k that a row of an operand's tile in shared memory has */
+    SM90_ROW_BYTES = 128 /* bytes of k in a row of an operand's tile in shared memory */
 };
 
 enum {      /* key of an instance */
     KEY_BM, /* rows and columns of a tile */
     KEY_BN,
-    KEY_TILES,   /* of a cluster */
+    KEY_TILES,   /* tiles of a cluster */
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,    /* bytes of shared memory */
-    KEY_SPLITS,  /* of k */
+    KEY_SPLITS,  /* blocks of a cluster that split k */
     KEY_TRAITS,
     KEY_BK
 };
@@ -28,7 +28,7 @@ typedef enum Trait {
     GRID = 16   /* a cluster has two columns of tiles and shares both operands */
 } Trait;
 
-/* Traits of a cooperative instance with so many consumer warpgroups and tiles of a cluster. */
+/* Traits of a cooperative instance with wgs consumer warpgroups and clusters of `tiles` tiles. */
 #define COOP_TRAITS(wgs, tiles) \
     (((wgs) == 2 && (tiles) == 2 ? HALVES : 0) | ((tiles) == 8 ? GRID : 0))
 
@@ -59,9 +59,9 @@ static inline bool whole_chunks(const GemmProblem *p, gk_dtype dtype, bool swapa
 /* The plan's own part. */
 typedef struct HopperPlan {
     Operands operands; /* its p has the number of tiles */
-    unsigned clusters; /* to launch */
-    unsigned
-        whole; /* tiles of clusters that are one task; each of the others is two, halved along k */
+    unsigned clusters; /* clusters to launch */
+    /* Clusters' tiles that are one task each. Every other one is two tasks, halved along k. */
+    unsigned whole;
     bool in_row; /* the tiles of a cluster form a row */
 } HopperPlan;
 
