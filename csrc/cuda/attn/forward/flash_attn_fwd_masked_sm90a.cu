@@ -182,7 +182,7 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
     if (status == GK_OK)
         status = launch<flash_attn_fwd_masked_sm90a_kernel<T, Tile>>(
             op, ctx, dim3((unsigned)x.schedule.blocks), S::THREADS, S::BYTES, x);
-    return status == GK_OK ? fwd_mend<T>(ctx, a, x.spoilt, S::BQ) : status;
+    return status == GK_OK ? fwd_mend(ctx, a, x.spoilt, S::BQ) : status;
 }
 
 /* ---- 3. table -------------------------------------------------------------------------------- */

@@ -37,11 +37,9 @@ __global__ void __launch_bounds__(THREADS, 4)
         attend_rows<T, false, true, true>(x.plain, group, rest % heads, rest / heads);
 }
 
-} // namespace
-
 template <class T>
-gk_status fwd_mend(const gk_context *ctx, const gk_flash_attn_args *a, const uint8_t *spoilt,
-                   int tile_rows) {
+gk_status mend(const gk_context *ctx, const gk_flash_attn_args *a, const uint8_t *spoilt,
+               int tile_rows) {
     MendParams x = {};
     x.plain.problem = problem_of(ctx, a);
     x.plain.drop = dropout_of(a);
@@ -54,10 +52,17 @@ gk_status fwd_mend(const gk_context *ctx, const gk_flash_attn_args *a, const uin
     return launch<flash_attn_fwd_mend_kernel<T>>("gk_flash_attn_fwd", ctx, dim3((unsigned)blocks),
                                                  THREADS, 0, x);
 }
-template gk_status fwd_mend<__nv_bfloat16>(const gk_context *, const gk_flash_attn_args *,
-                                           const uint8_t *, int);
-template gk_status fwd_mend<__half>(const gk_context *, const gk_flash_attn_args *, const uint8_t *,
-                                    int);
+
+} // namespace
+
+gk_status fwd_mend(const gk_context *ctx, const gk_flash_attn_args *a, const uint8_t *spoilt,
+                   int tile_rows) {
+    switch (a->q.dtype) {
+    case GK_BF16: return mend<__nv_bfloat16>(ctx, a, spoilt, tile_rows);
+    case GK_F16: return mend<__half>(ctx, a, spoilt, tile_rows);
+    default: return gk_no_case("gk_flash_attn_fwd", a->q.dtype);
+    }
+}
 
 extern "C" const gk_cuda_table gk_flash_attn_fwd_plain_table = {
     instances, sizeof instances / sizeof instances[0], 80, NULL};

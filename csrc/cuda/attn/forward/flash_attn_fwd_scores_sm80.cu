@@ -48,7 +48,7 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
         status = launch<flash_attn_fwd_sm80_kernel<T, Tile, true, DROP, true>>(
             op, ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
     if (status == GK_OK) status = fwd_finish<T>(op, ctx, a, p);
-    return status == GK_OK ? fwd_mend<T>(ctx, a, p.spoilt, Tile::BQ) : status;
+    return status == GK_OK ? fwd_mend(ctx, a, p.spoilt, Tile::BQ) : status;
 }
 
 #define ROW(NAME, T, DTYPE, TILE, DROP)               \

@@ -12,9 +12,8 @@
 #include "gpukern.h"
 #include "../../host/launch.cuh"
 
-/* spoilt [B, Hq, ceil(Sq / tile_rows)]: 0 if the tile's result is finite. T: __nv_bfloat16 or
- * __half. */
-template <class T>
+/* spoilt [B, Hq, ceil(Sq / tile_rows)]: 0 if the tile's result is finite. q is of bfloat16 or
+ * float16. */
 gk_status fwd_mend(const gk_context *ctx, const gk_flash_attn_args *a, const uint8_t *spoilt,
                    int tile_rows);
 
