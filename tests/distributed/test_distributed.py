@@ -2181,9 +2181,9 @@ def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
         for rank in range(size):
             k = 24 if rows != 513 else 24 * (rank % 3)
             b = randn(gen, k, 40, dtype=dtype)
-            turned = way == "by rank" and rank % 2 == 0
+            column_major = way == "by rank" and rank % 2 == 0
             every.append(
-                (randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if turned else b)
+                (randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if column_major else b)
             )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = functools.reduce(torch.add, (gk.gemm(*pair, out_dtype=wide) for pair in every))

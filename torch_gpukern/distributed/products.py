@@ -412,7 +412,7 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: 
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
     operands = [(number // 2, number % 2 == 1) for number in inner]
     if _fetches(cut, b.shape[1], a, operands):
-        by_rank = ranks.size == 2 or any(turned for _, turned in operands)
+        by_rank = ranks.size == 2 or any(column_major for _, column_major in operands)
         inner = [k for k, _ in operands]
         room = (
             transport.room_by_rank(cut.length, b.shape[1], a, operands)

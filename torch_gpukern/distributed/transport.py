@@ -456,7 +456,7 @@ class OperandsByRank:
         for k, by_columns in (inner[source] for source in sources):
             matrix = b.new_empty((columns, k) if by_columns else (k, columns))
             self._came.append((a.new_empty((last - first, k)), matrix))
-        self._turned = [inner[source][1] for source in sources]
+        self._column_major = [inner[source][1] for source in sources]
         self._events = []
         with pool.copying():
             for source, pair in zip(sources, self._came, strict=True):
@@ -467,11 +467,11 @@ class OperandsByRank:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (a's rows, b) of each other rank. Work issued later may read them."""
-        for (rows, matrix), turned, event in zip(
-            self._came, self._turned, self._events, strict=True
+        for (rows, matrix), column_major, event in zip(
+            self._came, self._column_major, self._events, strict=True
         ):
             torch.cuda.current_stream(self._like.device).wait_event(event)
-            yield rows, matrix.t() if turned else matrix
+            yield rows, matrix.t() if column_major else matrix
         self._pool.release(self._buffer)
 
 

@@ -124,9 +124,9 @@ def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
 
 # Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside
 # context_parallel too, which hands us the parts of a sequence and merges what we make of them.
-_forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
+_forward_op, _backward_op = _flash_attn.all.unguarded, _flash_attn_bwd.unguarded
 _masked_op, _masked_backward_op = (
-    _flash_attn_masked.all.bare,
+    _flash_attn_masked.all.unguarded,
     unwrapped(ops.flash_attn_masked_bwd.default),
 )
 

@@ -31,9 +31,9 @@ def define(op: Op, symbolic: Callable) -> None:
     """Defines X.out, which writes the caller's tensor. It has no gradient and no autocast, and is
     otherwise like X."""
     op.out = getattr(ops, op.name).out
-    name, bare = f"{op.name}.out", unwrapped(op.out)
+    name, unguarded = f"{op.name}.out", unwrapped(op.out)
 
-    @functools.wraps(bare)
+    @functools.wraps(unguarded)
     def call(*args, **kwargs):
         if not is_dynamo_compiling():
             op.refuse_number_gradients(args, kwargs)
@@ -42,7 +42,7 @@ def define(op: Op, symbolic: Callable) -> None:
         inner = getattr(_calls, "running", False)
         _calls.running = True
         try:
-            bare(*args, **kwargs)
+            unguarded(*args, **kwargs)
         except RuntimeError:
             op.refuse_types(args, kwargs)
             if "out" in kwargs:
@@ -73,7 +73,7 @@ def define(op: Op, symbolic: Callable) -> None:
             )
         guard = below_autograd()
         try:
-            bare(*args, out=out, **kwargs)
+            unguarded(*args, out=out, **kwargs)
         finally:
             del guard
         increment_version(out)  # a tensor that autograd has saved must not change unseen
