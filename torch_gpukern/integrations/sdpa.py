@@ -11,16 +11,20 @@ implementations.
     ...
     restore_flash_attention_impl()
 
-Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA,
-runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. Calls with attn_mask, bool
-or float, are included: PyTorch hands a float mask down, which is a bias here, with a gradient. On
-CUDA PyTorch's flash kernel takes no mask, so masked calls are taken from its memory-efficient and
-its cuDNN kernel. A row that the mask hides from all keys gives 0, and so does one whose mask is the
-lowest finite number throughout, which PyTorch averages. A call that gpukern does not serve (a debug
-mask, a mask with dropout, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with
-the arguments it came with. PyTorch chooses before us: calls without a mask that it gives to cuDNN or
-to its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
-nn.MultiheadAttention and nn.TransformerEncoderLayer, never come here.
+Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA, runs
+gpukern's. This includes nn.MultiheadAttention and everything else that calls SDPA.
+
+Calls with attn_mask are served too. PyTorch passes every mask as float, which is a bias here, with a
+gradient. On CUDA PyTorch's flash kernel takes no mask, so this file also replaces its
+memory-efficient and its cuDNN kernel for masked calls. A row whose keys are all hidden gives 0. So
+does a row whose mask is the lowest finite number for every key; PyTorch averages the values there.
+
+A call that gpukern does not serve goes to PyTorch's own kernel with the original arguments: a debug
+mask, a mask with dropout, or shapes or dtypes beyond gpukern's kernels.
+
+PyTorch chooses the kernel first. These calls never get here: calls without a mask that it sends to
+cuDNN or its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
+nn.MultiheadAttention and nn.TransformerEncoderLayer.
 ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
@@ -180,10 +184,10 @@ def _is_dense(x: Tensor) -> bool:
 
 
 # ---- kernels -------------------------------------------------------------------------------------
-# Parameters have the schema's names. `more` and `others` are arguments that only another torch has:
-# where they are given, its own kernel knows what they mean. So it does with debug masks, with masks
-# beside dropout, and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA
-# our seed, int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
+# Parameters have the schema's names. A function returns None if PyTorch's own kernel must serve the
+# call: with debug masks, with a mask and dropout, or with `more` and `others`, arguments that only
+# another version of torch has. On the CPU PyTorch itself sends dropout to its math kernel. On CUDA our
+# seed, int64 [2], is returned where PyTorch returns the state of its generator, uint64 [2].
 
 
 def _forward(
@@ -347,12 +351,12 @@ def _backward_cuda(
 
 
 def _narrow(bias: Tensor) -> Tensor:
-    """bias without the repetitions that PyTorch's `expand` made of it."""
+    """bias with size 1 in the dimensions that PyTorch's `expand` repeated."""
     return bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
 
 
 def _no_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Stands where PyTorch keeps the state of its generator; nothing was drawn."""
+    """Two unused tensors in place of the generator's state. Without dropout nothing is drawn."""
     return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 
