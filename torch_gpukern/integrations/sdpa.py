@@ -96,8 +96,8 @@ def _activate() -> _Handle:
 
 
 def _override(library: torch.library.Library, name: str, key: str, ours: Callable) -> None:
-    """Puts ours in the place of PyTorch's kernel. It returns None for a call that it does not
-    serve."""
+    """Replaces PyTorch's kernel by `ours`. If `ours` returns None, PyTorch's own kernel serves the
+    call."""
     own = torch.library.get_kernel(f"aten::{name}", key).call_boxed
     ours = _as_torch_calls(ours, getattr(torch.ops.aten, name).default._schema)
 
@@ -105,7 +105,7 @@ def _override(library: torch.library.Library, name: str, key: str, ours: Callabl
         found = ours(*args, **kwargs)
         return own(keys, *args, **kwargs) if found is None else found
 
-    with warnings.catch_warnings():  # that a kernel is overridden, which is what was asked for
+    with warnings.catch_warnings():  # torch warns that a kernel is overridden
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
@@ -126,8 +126,8 @@ def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
     return lambda *args, **kwargs: ours(**dict(zip(names, args)), **kwargs)
 
 
-# Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside
-# context_parallel too, which hands us the parts of a sequence and merges what we make of them.
+# Called without `guard` (ops/define.py), which refuses attention inside context_parallel. Here PyTorch
+# is the caller: context_parallel passes parts of a sequence and merges the results itself.
 _forward_op, _backward_op = _flash_attn.all.unguarded, _flash_attn_bwd.unguarded
 _masked_op, _masked_backward_op = (
     _flash_attn_masked.all.unguarded,
@@ -153,15 +153,15 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     ):
         return False
     if q.is_cuda:
-        # PyTorch's CUDA kernel counts causal calls of two lengths from the bottom right, and SDPA
-        # never sends any.
+        # With different lengths, PyTorch's CUDA kernel aligns causal masks to the bottom right. SDPA
+        # never makes such calls.
         if is_causal and of_q[2] != of_k[2]:
             return False
     return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
 
 
 def _bias_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor | None:
-    """A float mask as a bias, where one is taken."""
+    """A float mask as a bias of 4 dimensions. None if its dtype or shape cannot be a bias."""
     if mask.dtype not in (q.dtype, torch.float32) or not 2 <= mask.dim() <= 4:
         return None
     bias, full = mask[(None,) * (4 - mask.dim())], (*q.shape[:3], k.shape[2])
@@ -169,7 +169,7 @@ def _bias_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor | None:
 
 
 def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x where compiled code expects it: it learnt the strides of PyTorch's own kernel."""
+    """x with the given strides. Compiled code expects the strides of PyTorch's own kernel."""
     return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 

@@ -28,7 +28,7 @@ def register(op: Op, fold: Callable | None) -> None:
         batched = {name for name, d in dims.items() if d is not None}
         given |= {name: given[name].movedim(dims[name], 0) for name in batched}
         if info.batch_size == 0:
-            return _of_none(op, batched, given)
+            return _empty_results(op, batched, given)
         folded = fold(info.batch_size, batched, **given) if fold is not None else None
         if folded is None:
             return _one_by_one(op, info.batch_size, batched, given)
@@ -45,7 +45,7 @@ def register(op: Op, fold: Callable | None) -> None:
     torch.library.register_vmap(op.qualified, rule, lib=library)
 
 
-def _of_none(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
+def _empty_results(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
     """The results for a batch of size 0. A call with meta tensors says their shapes and dtypes."""
     device = next(x.device for x in given.values() if isinstance(x, Tensor))
 

@@ -145,11 +145,11 @@ def _backward(
         grad_loss=grad_loss, logits=logits, target=target, lse=lse, **same, **rules
     )
     if grad_lse is not None:  # torch.func passes zeros
-        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
+        dlogits = dlogits + _lse_gradient(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
     return {"logits": dlogits}
 
 
-def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale):
+def _lse_gradient(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale):
     """The gradient that arrives through lse. Only direct callers of the op get lse."""
     z, slope = logits.to(lse.dtype) * logit_scale, logit_scale
     if softcap > 0:

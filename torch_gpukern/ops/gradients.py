@@ -55,7 +55,7 @@ def differentiate(
 
 
 class _Rules:
-    """What forward keeps, and the gradients that backward computes from it, both by name.
+    """Selects by name what forward keeps, and calls backward with it.
 
     Forward must be fast. So the constructor finds the positions of all arguments once, for each
     number of arguments that a call may have.
