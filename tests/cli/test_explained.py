@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`explain gemm --arch` gives the same answers in a build with nvcc and in one without.
 
-`explained.jsonl` has the answers of a build with nvcc, and every build must give them. After a change
-of instances or of the planner's numbers, `python tests/cli/test_explained.py` writes the file
-again."""
+`explained.jsonl` has the answers of a build with nvcc, and every build must give them. After a
+change of instances or of the planner's numbers, `python tests/cli/test_explained.py` writes the
+file again."""
 
 import contextlib
 import ctypes

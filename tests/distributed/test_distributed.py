@@ -1554,8 +1554,8 @@ def test_mailboxes_of_one_gpu():
     from torch_gpukern._library import ops
 
     gen = generator("mailboxes of one GPU")
-    # Three ranks and more use two exchanges if a rank would write 2 MiB or more in one. The blocks of
-    # all ranks must fit the GPU at the same time.
+    # Three ranks and more use two exchanges if a rank would write 2 MiB or more in one. The blocks
+    # of all ranks must fit the GPU at the same time.
     for size, most in ((2, 1 << 19), (3, 1 << 19), (4, 1 << 18)):
         boxes = [
             torch.zeros(ops.mailbox_bytes(most, size), dtype=torch.uint8, device="cuda")

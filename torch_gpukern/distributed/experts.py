@@ -169,7 +169,8 @@ def expert_parallel(
 
     order = order[: sum(sent)]
     rows = _Exchange.apply(_Chosen.apply(x, order, each), sent, met, ranks)
-    # received rows are ordered by rank, then by expert; grouped products need them ordered by expert
+    # received rows are ordered by rank, then by expert; grouped products need them ordered by
+    # expert
     here = torch.arange(own, device=x.device).repeat(ranks.size)
     here = here.repeat_interleave(incoming.flatten(), output_size=sum(met))
     places = torch.sort(here, stable=True).indices

@@ -17,9 +17,10 @@ from .symmetric import Symmetric, reaches_all
 
 __all__ = ["mailboxes_for"]
 
-# The largest x in bytes. With two ranks each writes all of x, which takes 6 us at this size: as much
-# time as this path saves, two kernels and the start of NCCL. With more ranks each rank sums a part of
-# a large x, and writes at most 1.5 times as many bytes (csrc/cuda/collective/sum_over_ranks.cu).
+# The largest x in bytes. With two ranks each writes all of x, which takes 6 us at this size: as
+# much time as this path saves, two kernels and the start of NCCL. With more ranks each rank sums a
+# part of a large x, and writes at most 1.5 times as many bytes
+# (csrc/cuda/collective/sum_over_ranks.cu).
 MOST_BYTES = 2 << 20
 _LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
 _MOST_CHUNKS = 4

@@ -33,8 +33,8 @@ class _Rows(Cut):
 
 
 def _numbers_of_all(mine: list[int], like: Tensor, ranks: Ranks) -> list[list[int]]:
-    """Every rank's numbers. If ranks do not compare their calls (`checked`), all are assumed to have
-    this rank's numbers."""
+    """Every rank's numbers. If ranks do not compare their calls (`checked`), all are assumed to
+    have this rank's numbers."""
     if not checked(like.device):
         return [mine] * ranks.size
     sent = torch.tensor(mine, dtype=torch.int64, device=like.device)
@@ -210,10 +210,11 @@ def _as_they_arrive(
     rows of the `steps` ranks before this one have arrived.
 
     Ranks' rows arrive in descending order: from the rank before this one down to rank 0, then from
-    the last rank down. The first block is this rank's own rows. Each later block has the consecutive
-    rows that, by a model of the speeds, have arrived when the previous product ends, and at least
-    one wave of tiles. Two ranks have two blocks. With four and more ranks the transfer may take
-    longer than the product of a rank's own rows: waiting for all rows would leave the GPU idle.
+    the last rank down. The first block is this rank's own rows. Each later block has the
+    consecutive rows that, by a model of the speeds, have arrived when the previous product ends,
+    and at least one wave of tiles. Two ranks have two blocks. With four and more ranks the transfer
+    may take longer than the product of a rank's own rows: waiting for all rows would leave the GPU
+    idle.
     """
     size, spans = cut.size, [span for (span,) in cut.spans]
     wave_us = 2 * _SMS * _TILE_ROWS * _TILE_COLUMNS * k / _FLOPS_A_US
@@ -241,10 +242,10 @@ def _as_they_arrive(
     return found
 
 
-# The model that chooses where products are cut: FLOPs and bytes a microsecond of an H200 and its links,
-# and the fraction of a wave that the end of a product costs. Measured on an H200, K = 8192 and 2560
-# columns: 1664, 2048, 3328, 4096 and 8192 rows take 94, 140, 180, 230 and 471 us. The model says 116,
-# 138, 215, 261 and 506 us.
+# The model that chooses where products are cut: FLOPs and bytes a microsecond of an H200 and its
+# links, and the fraction of a wave that the end of a product costs. Measured on an H200, K = 8192
+# and 2560 columns: 1664, 2048, 3328, 4096 and 8192 rows take 94, 140, 180, 230 and 471 us. The
+# model says 116, 138, 215, 261 and 506 us.
 _FLOPS_A_US, _BYTES_A_US, _LAST_WAVE = 700e6, 366e3, 0.15
 
 
@@ -438,8 +439,8 @@ def _fetches(cut: Cut, columns: int, like: Tensor, operands: list[tuple[int, boo
 
 
 def _product_by_rank(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: Ranks) -> Tensor:
-    """Each rank computes its own rows of the sum. It begins with the product over its own k. Then it
-    adds the products over the other ranks' k as their operands arrive, beginning with the rank
+    """Each rank computes its own rows of the sum. It begins with the product over its own k. Then
+    it adds the products over the other ranks' k as their operands arrive, beginning with the rank
     before it."""
     ((first, last),) = cut.spans[ranks.rank]
     others = transport.OperandsByRank(pool, ranks, a, b, cut, operands)
@@ -475,8 +476,8 @@ def _columns_at_once(rows: int, columns: int) -> int:
 
 def _product_in_parts(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
     """Each rank computes all rows over its own k. It sends the float32 results to the owners of the
-    rows in parts, so that the transfer of one part overlaps with the computation of the next. Owners
-    add them in rank order."""
+    rows in parts, so that the transfer of one part overlaps with the computation of the next.
+    Owners add them in rank order."""
     # The other ranks' rows first: each is sent while the next is computed. This rank's rows last.
     moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=accumulator(a)))
     ((first, last),) = cut.spans[ranks.rank]

@@ -51,8 +51,8 @@ class Gather:
     def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
         self._cut, self._ranks = cut, ranks
         self._runs = [cut.segments(rank) for rank in range(ranks.size)]
-        # for each stage: the NCCL works to wait for, or one event for each copied rank, in the order
-        # of the copies
+        # for each stage: the NCCL works to wait for, or one event for each copied rank, in the
+        # order of the copies
         self._posted: list[list] = []
         self._came: dict[int, torch.cuda.Event] = {}  # by rank: the event after its last copy
         self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
@@ -159,8 +159,8 @@ class Gather:
         return self._pool is not None
 
     def wait_for(self, steps: int) -> None:
-        """Lets work that is issued later read the rows of the `steps` ranks before this one. Only if
-        `by_copies`."""
+        """Lets work that is issued later read the rows of the `steps` ranks before this one. Only
+        if `by_copies`."""
         for step in range(steps, 0, -1):
             event = self._came.get(self._ranks.around(step)[1])
             if event is not None:  # copies run in order, so this event implies the earlier ones
@@ -485,8 +485,8 @@ class OperandsByColumns:
     """Transfers the same operands by blocks of columns: this rank's rows of a over the whole inner
     dimension, then the whole b, `width` columns at a time.
 
-    A buffer holds b as [blocks, K, width], so that a rank's part of a block is contiguous. Each rank
-    writes its own part, and copies the other ranks' parts to the same offsets of its buffer.
+    A buffer holds b as [blocks, K, width], so that a rank's part of a block is contiguous. Each
+    rank writes its own part, and copies the other ranks' parts to the same offsets of its buffer.
 
     inner: the k of each rank.
     """

@@ -11,11 +11,11 @@ implementations.
     ...
     restore_flash_attention_impl()
 
-Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA, runs
-gpukern's. This includes nn.MultiheadAttention and everything else that calls SDPA.
+Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA,
+runs gpukern's. This includes nn.MultiheadAttention and everything else that calls SDPA.
 
-Calls with attn_mask are served too. PyTorch passes every mask as float, which is a bias here, with a
-gradient. On CUDA PyTorch's flash kernel takes no mask, so this file also replaces its
+Calls with attn_mask are served too. PyTorch passes every mask as float, which is a bias here, with
+a gradient. On CUDA PyTorch's flash kernel takes no mask, so this file also replaces its
 memory-efficient and its cuDNN kernel for masked calls. A row whose keys are all hidden gives 0. So
 does a row whose mask is the lowest finite number for every key; PyTorch averages the values there.
 
@@ -126,8 +126,8 @@ def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
     return lambda *args, **kwargs: ours(**dict(zip(names, args)), **kwargs)
 
 
-# Called without `guard` (ops/define.py), which refuses attention inside context_parallel. Here PyTorch
-# is the caller: context_parallel passes parts of a sequence and merges the results itself.
+# Called without `guard` (ops/define.py), which refuses attention inside context_parallel. Here
+# PyTorch is the caller: context_parallel passes parts of a sequence and merges the results itself.
 _forward_op, _backward_op = _flash_attn.all.unguarded, _flash_attn_bwd.unguarded
 _masked_op, _masked_backward_op = (
     _flash_attn_masked.all.unguarded,
@@ -153,8 +153,8 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     ):
         return False
     if q.is_cuda:
-        # With different lengths, PyTorch's CUDA kernel aligns causal masks to the bottom right. SDPA
-        # never makes such calls.
+        # With different lengths, PyTorch's CUDA kernel aligns causal masks to the bottom right.
+        # SDPA never makes such calls.
         if is_causal and of_q[2] != of_k[2]:
             return False
     return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
@@ -186,8 +186,8 @@ def _is_dense(x: Tensor) -> bool:
 # ---- kernels -------------------------------------------------------------------------------------
 # Parameters have the schema's names. A function returns None if PyTorch's own kernel must serve the
 # call: with debug masks, with a mask and dropout, or with `more` and `others`, arguments that only
-# another version of torch has. On the CPU PyTorch itself sends dropout to its math kernel. On CUDA our
-# seed, int64 [2], is returned where PyTorch returns the state of its generator, uint64 [2].
+# another version of torch has. On the CPU PyTorch itself sends dropout to its math kernel. On CUDA
+# our seed, int64 [2], is returned where PyTorch returns the state of its generator, uint64 [2].
 
 
 def _forward(

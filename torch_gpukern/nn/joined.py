@@ -5,8 +5,8 @@ One launch replaces two or three, and activations are quantised only once. serve
 `joined`.
 
 The weights are concatenated into one tensor. The layers keep their parameters and buffers, which
-become views of it, so that the weights are in memory once. A tensor whose rows do not form its first
-dimension, such as scales, is copied.
+become views of it, so that the weights are in memory once. A tensor whose rows do not form its
+first dimension, such as scales, is copied.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _joined_tensors(tensors: list[Tensor], dim: int | None) -> tuple[Tensor, lis
 
 
 def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One tensor with all rows, and a view of it for each tensor. If the tensors already follow each
-    other in one storage, nothing is copied."""
+    """One tensor with all rows, and a view of it for each tensor. If the tensors already follow
+    each other in one storage, nothing is copied."""
     first, rows = tensors[0], [t.shape[0] for t in tensors]
     at = first.data_ptr()
     for t in tensors:

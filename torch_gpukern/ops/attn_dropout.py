@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """attn_dropout_mask, and the drawing of seeds for flash_attn and flash_attn_varlen.
 
-The mask is the rule of csrc/formats/attn_dropout.h, stated again in tensor operations. Tests compare
-the kernels with it.
+The mask is the rule of csrc/formats/attn_dropout.h, stated again in tensor operations. Tests
+compare the kernels with it.
 """
 
 from typing import Any
@@ -40,9 +40,9 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
     Raises:
         ValueError: p outside [0, 1]; a seed that is not int64 [2]; a q without 3 or 4 dimensions.
 
-    Random numbers are Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011). Eight neighbouring keys of
-    a row share one Philox call, and 16 bits decide on each. So the rate of kept elements is 1 - p,
-    rounded to a multiple of 1 / 65536.
+    Random numbers are Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011). Eight neighbouring keys
+    of a row share one Philox call, and 16 bits decide on each. So the rate of kept elements is 1 -
+    p, rounded to a multiple of 1 / 65536.
     """
     name = "attn_dropout_mask"
     refuse_non_tensors(f"{NAMESPACE}::{name}", q=q, k=k, seed=seed)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""attn_mask: declaration of the op that builds a stored attention mask. torch_gpukern/masks.py has the
-public functions."""
+"""attn_mask: declaration of the op that builds a stored attention mask. torch_gpukern/masks.py has
+the public functions."""
 
 import torch
 

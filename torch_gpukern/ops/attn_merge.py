@@ -30,9 +30,9 @@ def attn_merge(
         lse_b: [...], shape and dtype of lse_a.
 
     Returns:
-        (out, lse), both contiguous, in the dtypes of out_a and lse_a. If one lse is -inf, the result
-        is the other side, bit for bit. If both are, out is 0 and lse -inf. Only one of the two sides
-        may have been computed with a sink.
+        (out, lse), both contiguous, in the dtypes of out_a and lse_a. If one lse is -inf, the
+        result is the other side, bit for bit. If both are, out is 0 and lse -inf. Only one of the
+        two sides may have been computed with a sink.
 
     Gradients: all four arguments. Under autocast out_a and out_b take the wider of their dtypes.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Autocast rules of ops that combine tensors without a matrix product, such as norms with a residual:
-under autocast, a product's 16-bit result meets a float32 residual stream."""
+"""Autocast rules of ops that combine tensors without a matrix product, such as norms with a
+residual: under autocast, a product's 16-bit result meets a float32 residual stream."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.vmap of an op: the new dimension is folded into an existing one, so that one call serves the
-whole batch.
+"""torch.vmap of an op: the new dimension is folded into an existing one, so that one call serves
+the whole batch.
 
 An op declares ``fold(size, batched, **arguments)``. The arguments named in `batched` have the new
 dimension, of `size`, in front. fold returns ``(changed, unfold)``. `changed` has the arguments that

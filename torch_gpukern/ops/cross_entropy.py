@@ -62,8 +62,8 @@ def cross_entropy(
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
-        IndexError: a target that is no class. On CUDA the loss of that row is NaN, and the next call
-            of an op or `check_errors` raises the error.
+        IndexError: a target that is no class. On CUDA the loss of that row is NaN, and the next
+            call of an op or `check_errors` raises the error.
     """
     if more or unknown:
         refuse_unknown(cross_entropy, unknown, more)
@@ -175,6 +175,6 @@ _cross_entropy = define_op(
     without_gradient=("weight",),
     fold=batching.rows("logits", "target"),
 )
-# cross_entropy_grad writes the losses, lse and the gradient of the sum of losses in one pass over the
-# logits. dlogits may be logits. The op has no gradient.
+# cross_entropy_grad writes the losses, lse and the gradient of the sum of losses in one pass over
+# the logits. dlogits may be logits. The op has no gradient.
 define_in_place("cross_entropy_grad", lambda **_: (), ("loss", "lse", "dlogits"))

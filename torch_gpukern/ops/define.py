@@ -341,7 +341,8 @@ def tag_compiled_code() -> None:
     `torch.compiler.config.cache_key_tag` is part of every key, so a tag is added to it, once in a
     process. After an upgrade everything is compiled anew.
     """
-    # compiled graphs contain gradients and casts, so the sources that state them are part of the tag
+    # compiled graphs contain gradients and casts, so the sources that state them are part of the
+    # tag
     rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]
     config = torch.compiler.config
     tag = tag_of([*_schemas(), *rules])

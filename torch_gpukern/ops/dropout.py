@@ -40,8 +40,8 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: p outside 0 to 1; a seed that is not int64 [2] on x's device.
 
-    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014). Random numbers are
-    Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
+    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014). Random numbers
+    are Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
     (2011).
     """
     return _of_rows(lambda x: _dropout.call(x, p, drawn(x, p) if seed is None else seed), x)
@@ -95,7 +95,8 @@ def bias_gelu_dropout(
         x's shape and dtype, contiguous.
 
     Gradients: x and bias. Backward reads x and the gradient of the result. The gradient of bias is
-    the sum of x's over all rows. Not twice differentiable. Under autocast bias is cast to x's dtype.
+    the sum of x's over all rows. Not twice differentiable. Under autocast bias is cast to x's
+    dtype.
 
     Raises:
         ValueError: shapes or dtypes that do not match; p outside 0 to 1; an unknown approximate; a
@@ -129,8 +130,8 @@ def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
     the error.
 
     With p = 0 nothing is drawn. As with F.dropout, the generator's state does not change, and vmap
-    sees no random operation. Traced code draws even with p = 0, because a comparison of p would be a
-    guard.
+    sees no random operation. Traced code draws even with p = 0, because a comparison of p would be
+    a guard.
     """
     if not isinstance(x, Tensor):
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fake functions: the results of an op for tensors that have no data.
 
-If all sizes are numbers, the op X_results asks csrc. It runs the same check as the op, with the same
-errors, and makes the results on the meta device.
+If all sizes are numbers, the op X_results asks csrc. It runs the same check as the op, with the
+same errors, and makes the results on the meta device.
 
 csrc cannot read sizes that are symbols. For those, an op states the shapes of its results in Python
 (`symbolic` of define_op), and `sizes` guards on the sizes that must be equal. The op's own check

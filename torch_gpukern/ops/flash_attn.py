@@ -96,16 +96,16 @@ def flash_attn(
             is aligned with key ``i + q_start[b]``, for is_causal, windows and ALiBi. So a static
             cache, a chunk of a prompt or a captured graph needs no number on the host. diagonal must
             then be 0.
-        out_dtype: dtype of out. None is q's. On the CPU float32 too, which returns unrounded results
-            for `attn_merge`. For float8_e4m3fn inputs: bfloat16 (None), float16 or float32.
+        out_dtype: dtype of out. None is q's. On the CPU float32 too, which returns unrounded
+            results for `attn_merge`. For float8_e4m3fn inputs: bfloat16 (None), float16 or float32.
         q_scale, k_scale, v_scale: for float8_e4m3fn: the scales of the codes, float32 [], [H],
             [B, H], or [B, H, ceil(S / 128)], one for each 128 tokens. None is 1. `quantize_attn`
             returns them.
         v_mean: for float8_e4m3fn: float32 [Hkv, Dv] or [B, Hkv, Dv], added to every value of v.
             A row of out gets v_mean times the sum of its keys' probabilities.
-        accumulate: for float8_e4m3fn. ``"fast"`` may round weights to e4m3, with a relative error of
-            2.5 % each, and sums all keys in the 8-bit tensor cores. Their sums lose up to 1 % of the
-            mean of the values at 8k keys and 2 % at 30k, unless v_mean holds that mean.
+        accumulate: for float8_e4m3fn. ``"fast"`` may round weights to e4m3, with a relative error
+            of 2.5 % each, and sums all keys in the 8-bit tensor cores. Their sums lose up to 1 % of
+            the mean of the values at 8k keys and 2 % at 30k, unless v_mean holds that mean.
             ``"precise"`` sums in float32, as the CPU and all kernels for 16 and 32 bits do.
             ``"auto"`` is fast with a v_mean, else precise. `explain` says which.
         dropout_p: 0 to 1. Each probability is set to 0 with this probability, and otherwise divided
@@ -131,8 +131,8 @@ def flash_attn(
         ``q.stride(1) < q.stride(2)``, else contiguous. With return_lse also lse [B, Hq, Sq],
         contiguous, float32 (float64 with float64 inputs): the natural logarithm of the sum of
         exp(s), sink included. A query that sees no key has out 0 and lse -inf (its sink, if it has
-        one). Keys that no query of their sequence sees may hold NaN. With attn_mask or a bias, every
-        hidden pair may.
+        one). Keys that no query of their sequence sees may hold NaN. With attn_mask or a bias,
+        every hidden pair may.
 
     float8_e4m3fn has no gradient: NotImplementedError. Autocast does not cast it. sinks are then
     float32 or have the result's dtype.

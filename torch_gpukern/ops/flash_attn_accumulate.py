@@ -4,10 +4,10 @@ attention over other keys (csrc/include/gpukern.h).
 
     flash_attn_accumulate(q, k, v, out, lse, is_causal=False, ...the rules of flash_attn)
 
-out is [B, Hq, Sq, Dv] float32 (float64 with float64) with any leading strides, lse [B, Hq, Sq]. Both
-become what ``attn_merge(out, lse, *flash_attn_fwd(q, k, v, ..., out_dtype=out.dtype))`` returns, up
-to rounding. A row that has seen no key so far has lse -inf, and its out may hold anything. Only one
-of the merged calls may have a sink. No gradient, no dropout.
+out is [B, Hq, Sq, Dv] float32 (float64 with float64) with any leading strides, lse [B, Hq, Sq].
+Both become what ``attn_merge(out, lse, *flash_attn_fwd(q, k, v, ..., out_dtype=out.dtype))``
+returns, up to rounding. A row that has seen no key so far has lse -inf, and its out may hold
+anything. Only one of the merged calls may have a sink. No gradient, no dropout.
 """
 
 from functools import partial

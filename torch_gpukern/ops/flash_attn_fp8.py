@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn and flash_attn_varlen with float8_e4m3fn q, k and v: declarations of the ops that serve
-them. The public functions in flash_attn.py and flash_attn_varlen.py call them and document the
-arguments."""
+"""flash_attn and flash_attn_varlen with float8_e4m3fn q, k and v: declarations of the ops that
+serve them. The public functions in flash_attn.py and flash_attn_varlen.py call them and document
+the arguments."""
 
 from typing import Any
 

@@ -72,8 +72,8 @@ def flash_attn_varlen(
         window_right: keys after the diagonal that a query sees; -1 is no bound.
         softcap, sinks: as in `flash_attn`.
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
-        out_dtype: dtype of out. None is q's. On the CPU float32 too, which returns unrounded results
-            for `attn_merge`. For float8_e4m3fn inputs: bfloat16 (None), float16 or float32.
+        out_dtype: dtype of out. None is q's. On the CPU float32 too, which returns unrounded
+            results for `attn_merge`. For float8_e4m3fn inputs: bfloat16 (None), float16 or float32.
         q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen /
             128)]. Blocks of 128 tokens are counted from a sequence's first token.
         v_mean, accumulate: as in `flash_attn`.

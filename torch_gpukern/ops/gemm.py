@@ -46,8 +46,8 @@ def gemm(
         b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
             ``torch.matmul``. Both operands have at least two dimensions.
         bias: [N] in a's dtype or out_dtype.
-        c: in a's dtype, or float32 for a 16-bit a. It broadcasts to the result [..., M, N] and never
-            enlarges it. With ``beta=0`` it is not read and may hold anything.
+        c: in a's dtype, or float32 for a 16-bit a. It broadcasts to the result [..., M, N] and
+            never enlarges it. With ``beta=0`` it is not read and may hold anything.
         alpha: factor of the product. Unless a is float64, it must be within float32's range.
         beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
@@ -87,8 +87,9 @@ def _torch_allows_tf32() -> bool:
     return _fp32_precision_of("cuda", "matmul") == "tf32"
 
 
-# This is what torch.compiler.assume_constant_result sets, without its import of torch._dynamo. Dynamo
-# can trace the older allow_tf32, but reading allow_tf32 raises if the user set fp32_precision.
+# This is what torch.compiler.assume_constant_result sets, without its import of torch._dynamo.
+# Dynamo can trace the older allow_tf32, but reading allow_tf32 raises if the user set
+# fp32_precision.
 setattr(_torch_allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (typed as a function)
 
 
@@ -143,8 +144,8 @@ _KEPT = {"forms": ()}  # if both a and b are kept, backward reads shapes and dty
 
 
 def _save(needs, args, out, preact):
-    """Keeps an operand only if the other operand's gradient reads it. For tensors that are not kept,
-    `forms` has shape and dtype."""
+    """Keeps an operand only if the other operand's gradient reads it. For tensors that are not
+    kept, `forms` has shape and dtype."""
     a, b = args[:2]
     if len(args) == 2 and needs[0] and needs[1]:
         return (a, b, None), _KEPT
@@ -171,8 +172,8 @@ def _backward(
     grad_preact,
     **_,
 ):
-    """grad_out is [..., M, N] in the dtype of the result, grad_preact likewise. grad_preact arises in
-    a second derivative, which differentiates through the value before the activation.
+    """grad_out is [..., M, N] in the dtype of the result, grad_preact likewise. grad_preact arises
+    in a second derivative, which differentiates through the value before the activation.
     """
     if forms:
         (shape_a, dtype), (shape_b, transposed) = forms[:2]
@@ -217,8 +218,8 @@ def _save_of_act_bwd(needs, args, grad_in):
 
 
 def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
-    """The gradients of grad_out * f'(saved). That of saved uses f'' below, in PyTorch operations, so
-    that autograd can differentiate it further."""
+    """The gradients of grad_out * f'(saved). That of saved uses f'' below, in PyTorch operations,
+    so that autograd can differentiate it further."""
     made = {}
     if "grad_out" in needs:
         made["grad_out"] = _gemm_act_bwd.call_named(

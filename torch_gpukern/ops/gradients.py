@@ -38,8 +38,8 @@ def differentiate(
     first = variant is not op.all
     fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
     if reads_all is not None:
-        # Backward reads a tensor that the Function returns and the call does not. As a result of the
-        # Function it has a history for second derivatives.
+        # Backward reads a tensor that the Function returns and the call does not. As a result of
+        # the Function it has a history for second derivatives.
         of_first = _fast_of_first(rules, op.below)
 
         def fast(*args):

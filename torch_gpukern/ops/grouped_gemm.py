@@ -49,7 +49,8 @@ def grouped_gemm(
         bias: [N] or [G, N], float32 or the dtype of a 16-bit result. With a float32 result also any
             16-bit dtype.
         activation: as in `gemm`.
-        out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or float32.
+        out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or
+            float32.
         accumulate: as in `scaled_gemm`. Other dtypes are always summed in float32 and take only
             ``"precise"``.
 

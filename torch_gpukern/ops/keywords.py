@@ -23,8 +23,8 @@ _SCALES_ROUND_UP = (
     "or EVEN) are taken by scaled_gemm and dequantize as they are"
 )
 
-# Keyword of another library -> its names here, of which a function may have some; or a sentence that
-# says what to do instead.
+# Keyword of another library -> its names here, of which a function may have some; or a sentence
+# that says what to do instead.
 _OURS: dict[str, tuple[str, ...] | str] = {
     "causal": ("is_causal",),
     "softmax_scale": ("scale",),

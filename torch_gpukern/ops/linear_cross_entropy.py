@@ -80,11 +80,12 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
-        IndexError: a target that is no class. On CUDA the loss of that row is NaN, and the next call
-            of an op or `check_errors` raises the error.
+        IndexError: a target that is no class. On CUDA the loss of that row is NaN, and the next
+            call of an op or `check_errors` raises the error.
 
-    Gradients in the forward pass: Liger Kernel, arXiv:2410.10989. Logits computed again in backward:
-    Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), arXiv:2411.09009.
+    Gradients in the forward pass: Liger Kernel, arXiv:2410.10989. Logits computed again in
+    backward: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
+        arXiv:2411.09009.
     """
     if more or unknown:
         refuse_unknown(linear_cross_entropy, unknown, more)

@@ -6,16 +6,16 @@ x [M, H], weight [V, H], target [M]. The logits z = x weight^T + bias are float3
 float64). They are computed for a block of rows at a time, in a buffer that is reused. cross_entropy
 turns z into its gradient dz, rounded to x's dtype.
 
-- `scalar` is the forward of a mean or a sum. It also computes the gradients: 6 M H V FLOPs. dz is the
-  gradient of the sum of losses, without the factor 1 / M, so that it does not underflow in float16.
-  All of dz is kept if it is at most twice as large as a float32 dweight. Otherwise dweight is kept,
-  as a float32 sum to which each block of rows adds. This choice depends on shapes only. On CUDA z is
-  stored in later rows of dz, as long as there are enough: more rows at a time mean fewer reads of
-  weight.
+- `scalar` is the forward of a mean or a sum. It also computes the gradients: 6 M H V FLOPs. dz is
+  the gradient of the sum of losses, without the factor 1 / M, so that it does not underflow in
+  float16. All of dz is kept if it is at most twice as large as a float32 dweight. Otherwise dweight
+  is kept, as a float32 sum to which each block of rows adds. This choice depends on shapes only. On
+  CUDA z is stored in later rows of dz, as long as there are enough: more rows at a time mean fewer
+  reads of weight.
 - `scaled` is the backward of `scalar`. It multiplies by the gradient of the loss and rounds.
 - `rows` returns each row's loss, and `rows_backward` computes z again: 8 M H V FLOPs. It goes by
-  blocks of classes if dweight is wanted, so that each block completes its rows of dweight. Otherwise
-  it goes by blocks of rows.
+  blocks of classes if dweight is wanted, so that each block completes its rows of dweight.
+  Otherwise it goes by blocks of rows.
 - `part_of_rows` and `part_of_backward` are the same two functions if weight has only some of the
   classes and other ranks have the others.
 """
@@ -50,8 +50,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x a
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
 _ALONE_BYTES = 384 << 20  # the same on CUDA, if no other buffer of that size is allocated
 _COPY_BYTES = 32 << 20  # of a float32 intermediate that is rounded into a result
-# The same on the CPU. It is smaller because malloc may retain up to 64 MiB of freed copies in the heap
-# of each thread.
+# The same on the CPU. It is smaller because malloc may retain up to 64 MiB of freed copies in the
+# heap of each thread.
 _CPU_COPY_BYTES = 2 << 20
 _ALIGNED = 8  # elements: a product's result begins at a multiple of 16 bytes
 
@@ -256,8 +256,8 @@ def scalar(
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
     kept = x.new_empty((m, v) if whole else 0)
-    # Rows whose dz is multiplied at once. Unless all of dz is kept, a block is about as large as the
-    # sum of dweight.
+    # Rows whose dz is multiplied at once. Unless all of dz is kept, a block is about as large as
+    # the sum of dweight.
     block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
     total = _Sum(x, v, h, rules) if need_weight and not whole else None
     needed = need_x or need_weight or need_bias

@@ -113,9 +113,9 @@ class Op:
     def call(self, *args: Any) -> Any:
         """Calls the op with all its arguments, by the shortest path that gives its results.
 
-        If only the Autograd kernel would see the call, this function calls it directly if a gradient
-        is wanted, and skips it otherwise. A tracing compiler, torch.jit.trace, torch.func, autocast,
-        modes and subclasses see the op.
+        If only the Autograd kernel would see the call, this function calls it directly if a
+        gradient is wanted, and skips it otherwise. A tracing compiler, torch.jit.trace, torch.func,
+        autocast, modes and subclasses see the op.
         """
         if (
             is_compiling()

@@ -51,9 +51,9 @@ def define(op: Op, symbolic: Callable) -> None:
         finally:
             _calls.running = inner
         into = kwargs["out"]
-        # torch's own .out ops return out. Our schema returns nothing. Tracers and __torch_dispatch__
-        # rely on the schema: tracers pass tensors of other types, and __torch_dispatch__ calls the op
-        # from inside a call.
+        # torch's own .out ops return out. Our schema returns nothing. Tracers and
+        # __torch_dispatch__ rely on the schema: tracers pass tensors of other types, and
+        # __torch_dispatch__ calls the op from inside a call.
         return into if type(into) in _PLAIN and not inner else None
 
     op.out._op = call

@@ -49,8 +49,8 @@ def paged_attn(
 
     ``out[token t of sequence b] = softmax(scale * q_t K_b^T + ...) V_b``, where ``K_b[j]`` is row
     ``j % block_size`` of page ``block_table[b, j // block_size]``. Sequence b has n_b query tokens.
-    Token t of them is at position ``p = seq_lens[b] - n_b + t``. It sees keys ``p - window_left <= j
-    <= p``, or without is_causal keys up to ``p + window_right``.
+    Token t of them is at position ``p = seq_lens[b] - n_b + t``. It sees keys ``p - window_left <=
+    j <= p``, or without is_causal keys up to ``p + window_right``.
 
     Args:
         q: [T, Hq, D] float32, bfloat16, float16 or float64. D and Dv: 1 to 576, on CUDA multiples
@@ -81,8 +81,8 @@ def paged_attn(
             [num_blocks, Hkv], a scale for each page and head. None is 1.
         v_scale: likewise for values.
         is_causal: with False, each query sees every key below ``seq_lens[b]`` within its windows.
-        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, for padding on the left.
-            Positions remain key indices. Clamped to [0, seq_lens[b]].
+        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, for padding on the
+            left. Positions remain key indices. Clamped to [0, seq_lens[b]].
         window_right: keys after its own position that a query sees; -1 is no bound. Windows and
             is_causal intersect.
         allow_short: a sequence may have fewer keys than query tokens. By default this raises,
@@ -97,8 +97,8 @@ def paged_attn(
 
     Returns:
         out [T, Hq, Dv] contiguous in q's dtype; with return_lse also lse [T, Hq], contiguous,
-        float32 (float64 with float64). A query that sees no key has out 0 and lse -inf (its sink, if
-        it has one).
+        float32 (float64 with float64). A query that sees no key has out 0 and lse -inf (its sink,
+        if it has one).
 
     There is no gradient: a backward through it raises NotImplementedError. Under autocast q and
     16-bit sinks are cast to the dtype of the cache, if that has 16 bits.
@@ -158,8 +158,8 @@ def kv_cache_write(
 
     ``k_cache[s // block_size, s % block_size] = k[t]`` with ``s = slots[t]``, and likewise v. With
     a scale, the stored value is ``k / k_scale``, saturated to the range of the cache's dtype and
-    rounded to nearest even. 8-bit caches saturate without a scale too: infinities become the largest
-    finite code. NaN stays NaN (int8: 0).
+    rounded to nearest even. 8-bit caches saturate without a scale too: infinities become the
+    largest finite code. NaN stays NaN (int8: 0).
 
     Args:
         k: [T, Hkv, D], the cache's dtype; float32, bfloat16, float16 or float64 for 8-bit caches.

@@ -119,8 +119,8 @@ def _order_of_shards(dims: int, tensors: list[Any]) -> list[int] | None:
 
 
 def _order_of_strides(dims: int, tensors: tuple[torch.Tensor, ...]) -> list[int] | None:
-    """The order of dimensions by descending stride, if it is the same for all tensors. None if it is
-    not, if a tensor is contiguous, or if strides are symbols, which must not be compared."""
+    """The order of dimensions by descending stride, if it is the same for all tensors. None if it
+    is not, if a tensor is contiguous, or if strides are symbols, which must not be compared."""
     strides = [x.stride() for x in tensors]
     if any(type(s) is not int for stride in strides for s in stride) or any(
         x.is_contiguous() for x in tensors

@@ -37,11 +37,11 @@ def quantize(
     Args:
         x: [..., M, K] float32, bfloat16, float16 or float64, any strides.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
-        granularity: the block that shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 columns
-            of a row), ``"128x128"`` or ``"1x32"`` (OCP MX 1.0: scales are powers of two, rounded up
-            so that nothing saturates). Blocks at the ends may be smaller.
-        scale_ub: float32 [] or [1], or a number, above 0: an upper bound of amax. Larger values of x
-            saturate.
+        granularity: the block that shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128
+            columns of a row), ``"128x128"`` or ``"1x32"`` (OCP MX 1.0: scales are powers of two,
+            rounded up so that nothing saturates). Blocks at the ends may be smaller.
+        scale_ub: float32 [] or [1], or a number, above 0: an upper bound of amax. Larger values of
+            x saturate.
         scale: scales to use instead of those from amax (static quantisation), above 0, in the shape
             and dtype of the result. A NaN is accepted, and its products are NaN.
 

@@ -141,8 +141,8 @@ def _quantized(x: Tensor, per: str) -> tuple[Tensor, Tensor]:
 
 
 def _signs(q: Tensor) -> Tensor:
-    """The rotation [D, D] without its factor, in q's dtype: 1 and -1 in blocks on the diagonal whose
-    size is a power of two, and 0 outside. Its rows are orthogonal.
+    """The rotation [D, D] without its factor, in q's dtype: 1 and -1 in blocks on the diagonal
+    whose size is a power of two, and 0 outside. Its rows are orthogonal.
 
     It is computed on q's device, so that it can be captured and compiled. Sylvester's Hadamard
     matrix has -1 at (i, j) if i & j has an odd number of ones. Each row then gets a sign, a bit of

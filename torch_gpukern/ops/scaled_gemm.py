@@ -35,10 +35,10 @@ def scaled_gemm(
 
     ``out = activation(sum_k (a * scale_a) (b * scale_b) + beta * c + bias)``
 
-    Everything is computed in float32 and rounded once. Sums of int8 products that share their scales
-    are exact int32. If the scales do not vary along K, that is the whole sum. With float8_e8m0fnu
-    scales that vary along K, CUDA may sum int8 in float32. Scales may have any strides, and all
-    shapes of scale_a and scale_b may be combined.
+    Everything is computed in float32 and rounded once. Sums of int8 products that share their
+    scales are exact int32. If the scales do not vary along K, that is the whole sum. With
+    float8_e8m0fnu scales that vary along K, CUDA may sum int8 in float32. Scales may have any
+    strides, and all shapes of scale_a and scale_b may be combined.
 
     Args:
         a: [M, K] float8_e4m3fn or float8_e5m2, or int8; any strides.

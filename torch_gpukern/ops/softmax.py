@@ -32,8 +32,8 @@ def softmax(
             any strides. If the last dimension is not contiguous, x is copied first.
         scale: finite.
         lengths: [...] int32, x's shape without the last dimension: the number of columns of each
-            row that are read. The result is 0 in the other columns. Values are clamped to [0, N], on
-            the device.
+            row that are read. The result is 0 in the other columns. Values are clamped to [0, N],
+            on the device.
 
     Returns:
         [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in

@@ -22,10 +22,10 @@ def sparse_pack(w: Tensor) -> tuple[Tensor, Tensor]:
             strides. A NaN counts as non-zero.
 
     Returns:
-        (values, meta). values [N, K / 2] in w's dtype: two elements of each group of four, in order.
-        If a group has fewer than two non-zeros, zeros at the lowest free positions are taken too.
-        meta [N, ceil(K / 8)] uint8: four bits for each group, low bits first. They are the positions
-        of the two elements, the first in the low two bits.
+        (values, meta). values [N, K / 2] in w's dtype: two elements of each group of four, in
+        order. If a group has fewer than two non-zeros, zeros at the lowest free positions are taken
+        too. meta [N, ceil(K / 8)] uint8: four bits for each group, low bits first. They are the
+        positions of the two elements, the first in the low two bits.
 
     Raises:
         ValueError: a dtype or shape that the op does not take. On the CPU, more than two non-zeros
@@ -54,7 +54,8 @@ def sparse_gemm(
     Sums are float32, or exact int32 for int8. The result is rounded once.
 
     Args:
-        a: [M, K] in the weight's dtype, any strides, any M. The two 8-bit float dtypes may be mixed.
+        a: [M, K] in the weight's dtype, any strides, any M. The two 8-bit float dtypes may be
+            mixed.
         values: the result of `sparse_pack` for w [N, K], or some of its rows.
         meta: likewise. It is not checked: with bytes that `sparse_pack` does not make, results are
             undefined.
@@ -63,7 +64,8 @@ def sparse_gemm(
         bias: [N] float32, or the dtype of a 16-bit result. With a float32 result also any 16-bit
             dtype.
         activation: as in `gemm`.
-        out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or float32.
+        out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or
+            float32.
 
     Returns:
         [M, N] contiguous.

@@ -45,8 +45,8 @@ def pack_weight(q: Tensor, format: WeightFormat, *, scale: Tensor | None = None)
 
     Returns:
         uint8 [ceil(N / 64), ceil(K / 64), 2048], or 4096 for 8-bit codes. A slice of the first two
-        dimensions is the packed slice of the weight, so a packed weight can be sharded. Codes beyond
-        N and K are 0.
+        dimensions is the packed slice of the weight, so a packed weight can be sharded. Codes
+        beyond N and K are 0.
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take; a scale of another shape, or

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Errors for arguments of wrong types. They name the argument and the expected type. torch's own text
-names a position, and prints values and the whole schema."""
+"""Errors for arguments of wrong types. They name the argument and the expected type. torch's own
+text names a position, and prints values and the whole schema."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
 
 
 def refuse_non_bool(op: str, name: str, x: Any) -> None:
-    """WrongType unless x is True or False, for an argument that the op does not have. It is fast and
-    can be traced."""
+    """WrongType unless x is True or False, for an argument that the op does not have. It is fast
+    and can be traced."""
     if x is not True and x is not False:
         raise WrongType(f"{op}: {name} must be True or False, got {_kind(x)}")
 

@@ -39,10 +39,11 @@ from ..ops import geglu, quantize, rms_norm_quantize, silu_mul_quantize, swiglu
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 TOKENS = 3  # of the trial run
-# How far results may differ, relative to their standard deviation. EXACT and ROUNDED bound the largest
-# difference of logits; LAYER_ROUNDED and EXACT bound the root mean square difference of a layer's
-# results. A layer that computes something else differs by more than 1, or by 0.17 if only one of 32
-# heads does. ROUNDED is large because rounding activations to few bits amplifies small differences.
+# How far results may differ, relative to their standard deviation. EXACT and ROUNDED bound the
+# largest difference of logits; LAYER_ROUNDED and EXACT bound the root mean square difference of a
+# layer's results. A layer that computes something else differs by more than 1, or by 0.17 if only
+# one of 32 heads does. ROUNDED is large because rounding activations to few bits amplifies small
+# differences.
 EXACT, ROUNDED = 1e-2, 0.25
 LAYER_ROUNDED = 0.1
 
