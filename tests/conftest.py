@@ -1139,8 +1139,10 @@ def processes():
 
 def run_python(code, env=None, timeout=240, check=True, fresh=False):
     """Runs code in a new process and returns the finished process with its output. PyTorch is
-    imported already, and gpukern is not (python_server.py). fresh: in a new interpreter, for tests
-    of how a process ends."""
+    already imported, and gpukern is not (python_server.py).
+
+    fresh: use a new interpreter, for tests of how a process ends.
+    """
     code = textwrap.dedent(code)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})}
     cwd = os.path.dirname(os.path.abspath(__file__))

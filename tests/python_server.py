@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""New Python processes that need not import PyTorch again: `run_python` of conftest.py.
+"""New Python processes with PyTorch already imported, for `run_python` of conftest.py.
 
 Importing PyTorch takes more than two seconds of a core, and over fifty tests run code in a process
-of their own. So each process of the suite starts this file as a program. It imports PyTorch, nothing
-of gpukern, and forks a child for each request. The child runs the code as `python -c` does, and ends
-as an interpreter ends. Before its first use PyTorch has neither threads nor a CUDA context, so the
-child's first call is the first call of a process.
+of their own. So each process of the test suite starts this file as a server. The server imports
+PyTorch but not gpukern, and forks a child for each request. The child runs the code as `python -c`
+does, and ends as an interpreter ends. Until its first use PyTorch has neither threads nor a CUDA
+context, so the child behaves like a new process.
 """
 
 import gc
@@ -26,7 +26,7 @@ _servers = {}
 def run(code, env, cwd, timeout):
     """Runs code in a process of its own, with env as its environment. Returns the finished process
     with its output. A process that outlives the timeout is killed."""
-    # a server belongs to one process: a fork of the process that started it starts another
+    # each process has its own server: a fork of this process starts another one
     server = _servers.get(os.getpid())
     if server is None or server.poll() is not None:
         server = _servers[os.getpid()] = subprocess.Popen(
@@ -52,7 +52,7 @@ def serve():
     """Forks for each request on stdin. Returns a request in each child, None in the server."""
     import torch  # noqa: F401
 
-    gc.freeze()  # a child's collector would touch, and so copy, every page of this process
+    gc.freeze()  # otherwise a child's collector would write to, and so copy, every page
     for line in sys.stdin:
         job, late = json.loads(line), []
         with warnings.catch_warnings():

@@ -91,7 +91,7 @@ def _replace(on: bool) -> None:
     if not _ways:
         for op in Op.every:
             packet = getattr(ops, op.name)
-            holders = [(op, "bare"), (op.overload, "_op"), (packet, "_op")]
+            holders = [(op, "unguarded"), (op.overload, "_op"), (packet, "_op")]
             # called instead of the op once the arguments' types have been checked
             if op.differentiate is not None:
                 holders.append((op, "differentiate"))

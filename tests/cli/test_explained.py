@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `explain gemm --arch` answers: the same on a build with nvcc and on one without.
+"""`explain gemm --arch` gives the same answers in a build with nvcc and in one without.
 
-`explained.jsonl` holds answers of a build with nvcc, and every build must give them. After a change
-of instances or of the planner's numbers, `python tests/cli/test_explained.py` writes it again."""
+`explained.jsonl` has the answers of a build with nvcc, and every build must give them. After a
+change of instances or of the planner's numbers, `python tests/cli/test_explained.py` writes the
+file again."""
 
 import contextlib
 import ctypes
@@ -21,7 +22,7 @@ from torch_gpukern.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS = Path(__file__).with_name("explained.jsonl")
-CALLS = 5_000  # that the two libraries are asked
+CALLS = 5_000  # random calls that the two libraries must answer alike
 
 
 def answer(call):
@@ -42,8 +43,8 @@ def test_every_build_gives_the_same_answer(expected):
 
 
 def without_nvcc(folder):
-    """A library of what explains a gemm in a build without nvcc. It has no kernel of the CPU:
-    functions that it lacks are looked up when they are called, and nothing calls them."""
+    """Builds a library of the sources that explain a gemm in a build without nvcc. It lacks the CPU
+    kernels: their symbols are bound lazily, and nothing calls them."""
     compiler = shutil.which((os.environ.get("CC") or "cc").split()[0])
     if not compiler:
         pytest.skip("no C compiler on the path")
@@ -64,7 +65,7 @@ def without_nvcc(folder):
 
 
 class Library(ctypes.Structure):
-    """`library` of explain_twice.c"""
+    """The struct `library` of explain_twice.c."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("arch", "explain", "instances", "error")]
 

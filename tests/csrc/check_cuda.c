@@ -859,7 +859,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
         dim = dim_v = 64 << check_below(3);
         most_q = check_below(3) ? 200 : 20;
     }
-    /* v_cache is a view of k_cache, in the width and pages that Hopper has a kernel for */
+    /* v_cache is a view of k_cache, with the head_dim and page size that a Hopper kernel serves */
     const bool latent = !prefill && check_below(4) == 0;
     if (latent) {
         h = PICK(latent_heads);
@@ -1249,7 +1249,7 @@ static void weight_draw(gk_dtype dtype, bool large) {
     static const int64_t ks[] = {1, 33, 64, 128, 200, 512, 1000, 1096},
                          groups[] = {16, 32, 64, 128, 256, 1 << 20};
     static const int64_t none[1] = {0};
-    /* Half of the problems are as layers hold them, since the Hopper kernels take no others. */
+    /* Half of the problems have the strides of linear layers. Hopper's kernels take no others. */
     const bool usual = check_below(2);
     int64_t m, n, k;
     may_have_workspace = true; /* the decoded weight */
@@ -1406,7 +1406,7 @@ static bool takes_codes(gk_op op) {
 }
 
 typedef struct tested {
-    int table; /* its place in gk_cuda_tables */
+    int table; /* index in gk_cuda_tables */
     const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
@@ -1524,8 +1524,9 @@ static void test_instances(int o, gk_dtype dtype, tested *rows, int num_rows, in
     }
 }
 
-/* Instances that add to the contents of out, which tests/ops/test_partial_attn.py tests, and those
- * of calls with a mask or a bias (tests/ops/test_flash_attn_masks_cuda.py). */
+/* Instances that this program cannot test: those that add to the contents of out
+ * (tests/ops/test_partial_attn.py), and those for a mask or a bias
+ * (tests/ops/test_flash_attn_masks_cuda.py). */
 static bool drawn_elsewhere(const gk_cuda_instance *row) {
     if (strstr(row->name, "_masked_") || strstr(row->name, "_scores_")) return true;
     return strncmp(row->name, "flash_attn_fwd_partial_plain", 28) == 0 &&

@@ -114,8 +114,8 @@ static void check_fp8(const fp8_case *x) {
     check_free(mark);
 }
 
-/* args.fwd holds no longer struct, whose mask or accumulation would be ignored or read from the
- * scales behind it. */
+/* args.fwd.size must not claim a longer struct: args.fwd is followed by the scales, which would be
+ * read as a mask or an accumulation. */
 static void check_longer_structs(void) {
     snprintf(check_case, sizeof check_case, "flash_attn_fp8, fwd.size");
     const int mark = check_num_owned;

@@ -298,7 +298,7 @@ static void check_threads(void) {
 }
 
 /* ---- a described GPU ------------------------------------------------------------------------- */
-/* Every build explains a gemm on a GPU that it is only told of. None runs one there. */
+/* Every build can explain a gemm for a GPU that is described to it. No build can run one there. */
 static void check_described(void) {
     gk_context ctx = check_context(NULL, 1);
     const gk_gemm_args g = product(4096, 4096, 4096);

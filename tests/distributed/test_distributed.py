@@ -1549,13 +1549,13 @@ def test_a_rank_that_dies_leaves_an_error(tmp_path):
 
 @pytest.mark.gpu
 def test_mailboxes_of_one_gpu():
-    """The kernel alone, with streams of one GPU as ranks. Sums have the bits of rank order, for
-    sizes in any sequence, also sizes that are no multiple of four elements."""
+    """The kernel by itself, with streams of one GPU as ranks. Sums have the bits of rank order, for
+    any sequence of sizes, including sizes that are no multiple of four elements."""
     from torch_gpukern._library import ops
 
     gen = generator("mailboxes of one GPU")
-    # two exchanges serve three ranks and more from 2 MiB that a rank would write in one; all blocks
-    # of all ranks must fit the GPU at a time
+    # Three ranks and more use two exchanges if a rank would write 2 MiB or more in one. The blocks
+    # of all ranks must fit the GPU at the same time.
     for size, most in ((2, 1 << 19), (3, 1 << 19), (4, 1 << 18)):
         boxes = [
             torch.zeros(ops.mailbox_bytes(most, size), dtype=torch.uint8, device="cuda")
@@ -1923,7 +1923,7 @@ def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
 
 
 def test_which_sums_go_through_mailboxes(monkeypatch):
-    """Mailboxes serve float32 sums of at most 2 MiB on GPUs, between two and sixteen ranks."""
+    """Mailboxes serve float32 sums of at most 2 MiB on GPUs, for two to sixteen ranks."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import mailboxes
@@ -2181,9 +2181,9 @@ def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
         for rank in range(size):
             k = 24 if rows != 513 else 24 * (rank % 3)
             b = randn(gen, k, 40, dtype=dtype)
-            turned = way == "by rank" and rank % 2 == 0
+            column_major = way == "by rank" and rank % 2 == 0
             every.append(
-                (randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if turned else b)
+                (randn(gen, rows, k, dtype=dtype), b.t().contiguous().t() if column_major else b)
             )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = functools.reduce(torch.add, (gk.gemm(*pair, out_dtype=wide) for pair in every))
@@ -2227,7 +2227,7 @@ def test_blocks_of_columns_are_few_and_whole_waves(rows, columns):
 
 
 def test_gradients_of_chosen_rows_are_rounded_once():
-    """A token's gradient is the sum over its choices, of which some may be dropped."""
+    """A token's gradient is the sum over its choices. Some choices may be dropped."""
     from torch_gpukern.distributed.experts import _Chosen, _Permuted
 
     gen, tokens, each = generator("choices"), 64, 8
@@ -2265,7 +2265,8 @@ def test_operands_are_fetched_where_they_have_fewer_bytes():
 
 @pytest.mark.parametrize("size", (2, 3, 4, 8))
 def test_gathered_rows_are_multiplied_as_they_arrive(size, monkeypatch):
-    """Every row is in one product, none that has not arrived, and the result is the whole's."""
+    """Every row is in exactly one product, no product reads rows that have not arrived, and the
+    result is that of one product."""
     from torch_gpukern.distributed import products
 
     for rows, columns, k in (

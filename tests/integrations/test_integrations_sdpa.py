@@ -135,7 +135,7 @@ def test_masks_of_bools_and_floats():
     ],
 )
 def test_masks_on_cuda(kernel, kind):
-    """Taken from the kernels of PyTorch that take masks."""
+    """Calls with a mask are taken over from the PyTorch kernels that serve masks."""
     q, k, v = inputs("cuda", torch.bfloat16, shape=(2, 4, 130, 64), keys=200)
     gen = generator("mask")
     mask = {

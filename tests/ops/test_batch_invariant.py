@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bits of a sequence or row that must not depend on the others of the call (docs/numerics.md)."""
+"""The bits of a sequence or row must not depend on the others of the call (docs/numerics.md)."""
 
 import random
 
@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def batch_of(gen, lengths, tokens, heads, head_dim, page, dtype, code, device):
-    """q, caches, table and lens of sequences whose pages follow each other."""
+    """q, caches, block table and lengths of sequences whose pages are consecutive."""
     heads_q, heads_kv = heads
     blocks = [-(-n // page) for n in lengths]
     caches = [
@@ -63,7 +63,7 @@ def test_paged_attn(tokens, dtype, device):
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("name", ("rms_norm", "layer_norm", "softmax", "log_softmax", "swiglu"))
 def test_rows(name, dtype):
-    """On the CPU a row of these has its bits in every batch."""
+    """On the CPU a row of these ops has the same bits in every batch."""
     gen = generator("rows", name, dtype)
     for rows, cols in ((2, 64), (33, 768), (200, 4096)):
         x = randn(gen, rows, cols, dtype=dtype)

@@ -631,7 +631,7 @@ def test_scales_whose_product_is_infinite(q_code, k_code, scales, device):
 
 @pytest.mark.parametrize("q_scale, k_scale", [(1e37, 1e-37), (1e-37, 1e37)])
 def test_codes_times_scales_beyond_float32(q_scale, k_scale, device):
-    """448 x 1e37 is no float32, but the score and the result are."""
+    """448 x 1e37 overflows float32, but the score and the result do not."""
     q, k, v = (torch.full((1, 2, 4, 16), 448.0, device=device).to(E4M3) for _ in range(3))
     k[:, :, 1:] = 0
     v[:, :, :, ::2] = 2**-9
@@ -654,7 +654,7 @@ def test_codes_times_scales_beyond_float32(q_scale, k_scale, device):
 @pytest.mark.parametrize("tokens", (4, 300))
 @pytest.mark.parametrize("per", ("tensor", "block"))
 def test_large_scales_of_zeros(per, tokens, accumulate, device):
-    """Codes of 0 under scales whose product is infinite: every key has the same weight."""
+    """All codes are 0, and the product of the scales is infinite: every key has the same weight."""
     q, k = (torch.zeros(1, 2, tokens, 64, device=device).to(E4M3) for _ in range(2))
     v = torch.randn(1, 2, tokens, 64, generator=generator("zeros")).to(device).to(E4M3)
     shape = () if per == "tensor" else (1, 2, -(-tokens // 128))

@@ -35,7 +35,8 @@ def near(got, expected, dtype):
 
 
 def lists_of(mask):
-    """What kernels read of a stored mask besides bits: tiles in their order, with their lists."""
+    """The parts of a stored mask that kernels read besides its bits: the tiles in their order, with
+    their lists."""
     at, data, found = Layout(mask.store, mask.seq_q, mask.seq_k, False), mask.data.cpu(), []
     n, m = at.tiles_q, at.tiles_k
     tiles = data[..., at.tiles : at.tiles + 4 * n].unflatten(-1, (n, 4)).flatten(0, 1)
@@ -46,7 +47,7 @@ def lists_of(mask):
 
 
 def masks(seq_q, seq_k):
-    """Name, how it is made, and what it is made of."""
+    """Yields (name, the function that makes the mask, its arguments, its keywords)."""
     gen = torch.Generator().manual_seed(1)
 
     def integers(low, high, *shape):

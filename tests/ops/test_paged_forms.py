@@ -198,8 +198,8 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
 @pytest.mark.parametrize("page", (16, 64))
 @pytest.mark.parametrize("kind", ("negative", "tiny", "zero"))
 def test_scales_of_pages(kind, page, head_dim):
-    """Scales of pages are numbers of any sign and size. The last step of a sequence spans a page
-    and a box without one, whose scale must not count."""
+    """Scales of pages may have any sign and size. The last step of a sequence covers a page and a
+    box without a page, whose scale must not be used."""
     torch.manual_seed(1)
     for lengths in ((100, 37, 1, 4096, 700, 16, 33, 48), (6000,), (500, 3000) * 40):
         given = inputs(lengths, 1, 4, page, torch.bfloat16, E4M3, head_dim=head_dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers that run fused compute what the network's own layers compute, and others are left."""
+"""Fused layers compute what the network's own layers compute. Other layers are not replaced."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def network(kind="Llama", device="cpu", dtype=torch.float32, **settings):
     config = getattr(transformers, f"{kind}Config")(**(SIZES | settings))
     net = getattr(transformers, f"{kind}ForCausalLM")(config)
     for name, weight in net.named_parameters():
-        if weight.dim() > 1:  # so large that attention decides tokens
+        if weight.dim() > 1:  # large enough that attention decides the tokens
             nn.init.normal_(weight, std=0.15)
         elif name.endswith("norm.weight"):
             nn.init.uniform_(weight, 0.5, 1.5)
@@ -44,7 +44,7 @@ def network(kind="Llama", device="cpu", dtype=torch.float32, **settings):
 
 
 def both(net):
-    """(layers that run fused, their logits, those of the network's own layers)"""
+    """(number of fused layers, logits with them, logits of the network's own layers)"""
     model = TransformersModel(net, 16)
     fused, count = over_pages(model), len(model.fused.layers)
     model.fused = Fused()
@@ -62,11 +62,11 @@ def off(a, b):
         ("Llama", {}, 3),
         ("Llama", {"attention_bias": True, "mlp_bias": True}, 3),
         ("Mistral", {"sliding_window": 4}, 3),
-        ("Qwen3", {}, 3),  # heads are normalised
+        ("Qwen3", {}, 3),  # QK norm
         ("Qwen2", {}, 3),  # q, k and v have a bias, o has none
         ("Gemma", {}, 3),  # geglu, and norms that add 1
         ("Gemma2", {"sliding_window": 4}, 0),  # four norms a layer
-        ("Olmo2", {}, 0),  # norms behind the products
+        ("Olmo2", {}, 0),  # norms after the products
     ),
 )
 def test_logits_are_the_same(kind, settings, layers, device):
@@ -86,12 +86,12 @@ def test_quantised_logits_are_the_same(recipe, device):
     gnn.quantize(net, recipe, say=None)
     count, fused, plain = both(net)
     assert count == 3
-    # Float32 activations, so that only codes at the middle between two others may differ.
+    # Activations are float32, so codes differ only if a value is halfway between two codes.
     assert ((fused - plain).square().mean() / plain.var()).sqrt().item() < 0.02
 
 
 def test_weights_of_the_whole_stay_apart():
-    """nvfp4 has a scale of the whole weight, so that q, k and v are no one weight."""
+    """nvfp4 has a scale for the whole weight, so q, k and v cannot be joined."""
     net = network(dtype=torch.bfloat16)
     gnn.quantize(net, "nvfp4", say=None)
     assert both(net)[0] == 0
@@ -111,7 +111,8 @@ def test_a_layer_that_does_more_is_left():
 
 
 def test_interleaved_angles_are_left():
-    """A network that rotates neighbours has the modules of one that rotates halves."""
+    """A network that rotates neighbouring columns has the same modules as one that rotates
+    halves."""
     from transformers.models.llama import modeling_llama
 
     net = network()
@@ -164,7 +165,7 @@ def test_joined_weights_are_in_memory_once(recipe, device):
     if recipe is None:
         assert again.weight.data_ptr() == product.weight.data_ptr()
         with torch.no_grad():
-            whole[1].weight.zero_()  # in place: the joined weight has it
+            whole[1].weight.zero_()  # in place, so the joined weight changes too
         assert not product(x)[:, 192:256].sub(whole[1].bias).abs().max()
 
 

@@ -32,7 +32,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Chosen(torch.autograd.Function):
-    """The rows of x [T, H] that the choices `order` need: choice i is one of token i // each.
+    """Gathers rows of x [T, H] for the choices in `order`. Choice i belongs to token i // each.
 
     Backward writes each choice's gradient to its place and sums a token's choices in float32. The
     backward of `index_select` would add them one by one in x's dtype, in no fixed order, with
@@ -66,7 +66,7 @@ class _SumOfChoices(torch.autograd.Function):
 
 
 class _Permuted(torch.autograd.Function):
-    """rows in the order of `places`, a permutation; back: its inverse, by which backward gathers."""
+    """Gathers rows by `places`, a permutation. `back` is its inverse, by which backward gathers."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, places: Tensor, back: Tensor) -> Tensor:
@@ -169,7 +169,8 @@ def expert_parallel(
 
     order = order[: sum(sent)]
     rows = _Exchange.apply(_Chosen.apply(x, order, each), sent, met, ranks)
-    # rows come by rank and then by expert; grouped products need them by expert
+    # received rows are ordered by rank, then by expert; grouped products need them ordered by
+    # expert
     here = torch.arange(own, device=x.device).repeat(ranks.size)
     here = here.repeat_interleave(incoming.flatten(), output_size=sum(met))
     places = torch.sort(here, stable=True).indices

@@ -17,21 +17,22 @@ from .symmetric import Symmetric, reaches_all
 
 __all__ = ["mailboxes_for"]
 
-# The most bytes of x. Two ranks write as many, which takes 6 us: as long as what this path saves,
-# two kernels and the start of NCCL. More ranks share the sums out and write at most 1.5 times as
-# many (csrc/cuda/collective/sum_over_ranks.cu).
+# The largest x in bytes. With two ranks each writes all of x, which takes 6 us at this size: as
+# much time as this path saves, two kernels and the start of NCCL. With more ranks each rank sums a
+# part of a large x, and writes at most 1.5 times as many bytes
+# (csrc/cuda/collective/sum_over_ranks.cu).
 MOST_BYTES = 2 << 20
 _LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
 _MOST_CHUNKS = 4
 
 
 def chunk_bytes(ranks: int) -> int:
-    """A chunk's size: 64 MiB, and from eight ranks on three of the largest mailboxes."""
+    """The size of a chunk: 64 MiB for up to four ranks, and 16 MiB a rank for more."""
     return max(64 << 20, ranks * (16 << 20))
 
 
 class _Chunk:
-    """Symmetric memory, zeroed on every rank, from which mailboxes are cut."""
+    """Symmetric memory, zeroed on every rank, from which mailboxes are allocated."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self.size, self.free = chunk_bytes(ranks.size), 0

@@ -33,7 +33,8 @@ class _Rows(Cut):
 
 
 def _numbers_of_all(mine: list[int], like: Tensor, ranks: Ranks) -> list[list[int]]:
-    """Every rank's numbers. Ranks that do not compare calls are taken to have the same ones."""
+    """Every rank's numbers. If ranks do not compare their calls (`checked`), all are assumed to
+    have this rank's numbers."""
     if not checked(like.device):
         return [mine] * ranks.size
     sent = torch.tensor(mine, dtype=torch.int64, device=like.device)
@@ -181,7 +182,7 @@ def _gathered_product(a, b, bias, activation, keep, cut, ranks):
         return out, moving.whole[0] if keep else a.new_empty((0, a.shape[1])), preact
     out = a.new_empty((cut.length, b.shape[1]))
     ((start, end),) = cut.spans[ranks.rank]
-    if not moving.by_copies:  # the others' rows come all at a time
+    if not moving.by_copies:  # the other ranks' rows all arrive together
         _into(out[start:end], a, b, bias, activation=activation)
         moving.done()
         (gathered,) = moving.whole
@@ -204,15 +205,16 @@ def _gathered_product(a, b, bias, activation, keep, cut, ranks):
 def _as_they_arrive(
     cut: Cut, rank: int, columns: int, k: int, itemsize: int
 ) -> list[tuple[int, int, int]]:
-    """(first row, last row + 1, steps) of the products into which a product of gathered rows is
-    cut. Each may run once the rows of the `steps` ranks before this one have arrived.
+    """Cuts a product of gathered rows into products of blocks of rows, so that it overlaps with
+    the gathering. Returns (first row, last row + 1, steps) of each block. A block may run once the
+    rows of the `steps` ranks before this one have arrived.
 
-    Rows arrive in descending order: those of the ranks before this one, down to rank 0, then those
-    of the last rank, and so on. The first product takes this rank's own rows. Each of the next ones
-    takes the consecutive rows that have arrived when the one before it ends, by a model of the
-    speeds, and at least one wave of tiles. Two ranks have two products. With four and more, waiting
-    for all rows would leave the GPU idle where the transfer takes longer than the product of a
-    rank's own rows.
+    Ranks' rows arrive in descending order: from the rank before this one down to rank 0, then from
+    the last rank down. The first block is this rank's own rows. Each later block has the
+    consecutive rows that, by a model of the speeds, have arrived when the previous product ends,
+    and at least one wave of tiles. Two ranks have two blocks. With four and more ranks the transfer
+    may take longer than the product of a rank's own rows: waiting for all rows would leave the GPU
+    idle.
     """
     size, spans = cut.size, [span for (span,) in cut.spans]
     wave_us = 2 * _SMS * _TILE_ROWS * _TILE_COLUMNS * k / _FLOPS_A_US
@@ -240,9 +242,10 @@ def _as_they_arrive(
     return found
 
 
-# Used only to choose where products are cut: the speeds of an H200 and its links, and the part of a
-# wave that the end of a product costs. Measured, K 8192 and 2560 columns: 1664, 2048, 3328, 4096 and
-# 8192 rows take 94, 140, 180, 230 and 471 us; the model says 116, 138, 215, 261 and 506.
+# The model that chooses where products are cut: FLOPs and bytes a microsecond of an H200 and its
+# links, and the fraction of a wave that the end of a product costs. Measured on an H200, K = 8192
+# and 2560 columns: 1664, 2048, 3328, 4096 and 8192 rows take 94, 140, 180, 230 and 471 us. The
+# model says 116, 138, 215, 261 and 506 us.
 _FLOPS_A_US, _BYTES_A_US, _LAST_WAVE = 700e6, 366e3, 0.15
 
 
@@ -412,7 +415,7 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: 
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
     operands = [(number // 2, number % 2 == 1) for number in inner]
     if _fetches(cut, b.shape[1], a, operands):
-        by_rank = ranks.size == 2 or any(turned for _, turned in operands)
+        by_rank = ranks.size == 2 or any(column_major for _, column_major in operands)
         inner = [k for k, _ in operands]
         room = (
             transport.room_by_rank(cut.length, b.shape[1], a, operands)
@@ -428,16 +431,17 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: 
 
 
 def _fetches(cut: Cut, columns: int, like: Tensor, operands: list[tuple[int, bool]]) -> bool:
-    """Whether the operands that a rank needs have fewer bytes than the sums that it is sent. All
-    ranks answer alike."""
+    """Whether the operands that a rank would fetch have fewer bytes than the sums that it would be
+    sent. All ranks get the same answer."""
     k = sum(each for each, _ in operands)
     fetched = k * (cut.most + columns) * like.element_size()
     return fetched < cut.length * columns * accumulator(like).itemsize
 
 
 def _product_by_rank(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: Ranks) -> Tensor:
-    """The product by the owners of rows. Each begins with its own k, and adds the product over
-    every other rank's k as its operands arrive: those of the rank before it first."""
+    """Each rank computes its own rows of the sum. It begins with the product over its own k. Then
+    it adds the products over the other ranks' k as their operands arrive, beginning with the rank
+    before it."""
     ((first, last),) = cut.spans[ranks.rank]
     others = transport.OperandsByRank(pool, ranks, a, b, cut, operands)
     total = _product(a[first:last], b)
@@ -450,9 +454,10 @@ def _product_by_rank(a: Tensor, b: Tensor, cut: Cut, operands, pool, ranks: Rank
 
 
 def _product_by_columns(a: Tensor, b: Tensor, cut: Cut, inner, pool, ranks: Ranks) -> Tensor:
-    """The product by the owners of rows, over the whole inner dimension and some columns at a time:
-    the bits of one rank's product. Nothing is stored in float32. With two ranks `_product_by_rank`
-    is as fast, because it begins without waiting for operands."""
+    """Each rank computes its own rows of the sum, a block of columns at a time. A block is one
+    product over the whole inner dimension, so it has the bits of a product on one rank, and no
+    float32 sums are stored. With two ranks `_product_by_rank` is as fast, because its first product
+    does not wait for operands."""
     ((first, last),) = cut.spans[ranks.rank]
     width = _columns_at_once(cut.most, b.shape[1])
     out = a.new_empty((last - first, b.shape[1]))
@@ -462,15 +467,17 @@ def _product_by_columns(a: Tensor, b: Tensor, cut: Cut, inner, pool, ranks: Rank
 
 
 def _columns_at_once(rows: int, columns: int) -> int:
-    """Columns whose tiles fill one wave or several, so that there are at most eight blocks."""
+    """The width of a block of columns: its tiles fill whole waves, and there are at most eight
+    blocks."""
     wide = max(1, _SMS // max(1, -(-rows // _TILE_ROWS)))  # tiles that one wave has across
     waves = -(-columns // (wide * _TILE_COLUMNS))
     return -(-waves // 8) * wide * _TILE_COLUMNS
 
 
 def _product_in_parts(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """The product by the ranks that have its k. The float32 sums go to the owners of rows in parts,
-    so that the transfer of one overlaps with the computation of the next. Added in rank order."""
+    """Each rank computes all rows over its own k. It sends the float32 results to the owners of the
+    rows in parts, so that the transfer of one part overlaps with the computation of the next.
+    Owners add them in rank order."""
     # The other ranks' rows first: each is sent while the next is computed. This rank's rows last.
     moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=accumulator(a)))
     ((first, last),) = cut.spans[ranks.rank]

@@ -36,8 +36,9 @@ from .ranks import Ranks
 
 __all__ = ["Pool", "Symmetric", "define_op_of_ranks", "pool_for", "reaches_all"]
 
-# The bytes of a transfer, the number of a pool's buffers, and their bytes together. At 32k tokens a
-# rank, 8 key heads of 128 and 8 ranks, the sums of dK and dV take 1.9 GB.
+# Bounds of a pool: the smallest and largest transfer in bytes, the number of buffers, and the bytes
+# of all buffers. With 32k tokens a rank, 8 key heads of 128 and 8 ranks, the sums of dK and dV take
+# 1.9 GB.
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS, _HELD_BYTES = 1 << 20, 4 << 30, 8, 8 << 30
 _MOST_VIEWS = 256  # cached per buffer; eight blocks of eight ranks take 120
 

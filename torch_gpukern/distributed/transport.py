@@ -51,8 +51,8 @@ class Gather:
     def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
         self._cut, self._ranks = cut, ranks
         self._runs = [cut.segments(rank) for rank in range(ranks.size)]
-        # per stage: works to wait for, or an event for each rank whose run is copied, in the order
-        # of the copies
+        # for each stage: the NCCL works to wait for, or one event for each copied rank, in the
+        # order of the copies
         self._posted: list[list] = []
         self._came: dict[int, torch.cuda.Event] = {}  # by rank: the event after its last copy
         self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
@@ -138,8 +138,8 @@ class Gather:
 
     def _copy_others(self, copy: Callable[[int, int, int, int], None]) -> None:
         """Calls copy(source, at, start, end) for the other ranks' runs on the pool's stream, stage
-        by stage, and records an event after each copy. In a stage, the rank before this one comes
-        first, then the one before that: no two ranks read from the same rank at a time."""
+        by stage, and records an event after each copy. Within a stage, each rank begins with the
+        rank before it and goes down, so that no two ranks read from the same rank at a time."""
         pool, ranks = self._pool, self._ranks
         with pool.copying():
             for runs in self._stages():
@@ -154,16 +154,16 @@ class Gather:
 
     @property
     def by_copies(self) -> bool:
-        """Whether copy engines serve, so that ranks' rows arrive one after the other: those of the
-        rank before this one first, then those of the rank before that."""
+        """Whether copy engines do the transfer. Ranks' rows then arrive one rank at a time,
+        beginning with the rank before this one and going down."""
         return self._pool is not None
 
     def wait_for(self, steps: int) -> None:
-        """Work issued later may read the rows of the `steps` ranks before this one. Only if
-        `by_copies`."""
+        """Lets work that is issued later read the rows of the `steps` ranks before this one. Only
+        if `by_copies`."""
         for step in range(steps, 0, -1):
             event = self._came.get(self._ranks.around(step)[1])
-            if event is not None:  # copies are made in order, so the last one stands for all
+            if event is not None:  # copies run in order, so this event implies the earlier ones
                 torch.cuda.current_stream(self.whole[0].device).wait_event(event)
                 return
 
@@ -181,7 +181,7 @@ class Gather:
             if self._pool is None:
                 for work in posted:
                     work.wait()
-            elif posted:  # copies are made in order, so the last one stands for all
+            elif posted:  # copies run in order, so the last event implies the earlier ones
                 torch.cuda.current_stream(self.whole[0].device).wait_event(posted[-1])
             posted.clear()
         return self.whole
@@ -231,9 +231,9 @@ def _places(room: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
 def _offered(
     pool, ranks: Ranks, xs: Sequence[Tensor], room: Sequence[int], unread: tuple[int, int] = (0, 0)
 ):
-    """A buffer of the pool with this rank's xs in it, and the offset of each in elements. Work that
-    is issued later on the current stream, or on the pool's stream inside `copying`, may read what
-    the other ranks have put into theirs.
+    """Takes a buffer of the pool and copies this rank's xs into it. Returns the buffer and the
+    offset of each x in elements. Work that is issued later on the current stream, or on the pool's
+    stream inside `copying`, may read the other ranks' xs.
 
     room: the padded bytes of each tensor, the same on all ranks.
     unread: rows [start, end) of the first tensor that no other rank reads; they are not copied.
@@ -434,14 +434,14 @@ class ToOwners:
 
 
 class OperandsByRank:
-    """The operands of a product whose inner dimension is cut over ranks, on their way to the owners
-    of its rows: one rank's after the other's.
+    """Transfers the operands of a product whose inner dimension is distributed over ranks to the
+    owners of its rows, one rank's operands after another's.
 
-    A rank has a [M, its k] and b [its k, N]. It gets, from each other rank, its own rows of that
-    rank's a, and all of that rank's b: the rank before this one first, then the one before that.
+    A rank has a [M, its k] and b [its k, N]. From each other rank it fetches its own rows of that
+    rank's a, and all of that rank's b. It begins with the rank before this one and goes down.
 
     cut: which rows each rank owns.
-    inner: by rank, its number k, and whether b's columns are contiguous in place of its rows.
+    inner: for each rank, its k, and whether its b has contiguous columns instead of rows.
     """
 
     def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: Sequence[tuple]):
@@ -456,7 +456,7 @@ class OperandsByRank:
         for k, by_columns in (inner[source] for source in sources):
             matrix = b.new_empty((columns, k) if by_columns else (k, columns))
             self._came.append((a.new_empty((last - first, k)), matrix))
-        self._turned = [inner[source][1] for source in sources]
+        self._column_major = [inner[source][1] for source in sources]
         self._events = []
         with pool.copying():
             for source, pair in zip(sources, self._came, strict=True):
@@ -467,11 +467,11 @@ class OperandsByRank:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (a's rows, b) of each other rank. Work issued later may read them."""
-        for (rows, matrix), turned, event in zip(
-            self._came, self._turned, self._events, strict=True
+        for (rows, matrix), column_major, event in zip(
+            self._came, self._column_major, self._events, strict=True
         ):
             torch.cuda.current_stream(self._like.device).wait_event(event)
-            yield rows, matrix.t() if turned else matrix
+            yield rows, matrix.t() if column_major else matrix
         self._pool.release(self._buffer)
 
 
@@ -482,13 +482,13 @@ def room_by_rank(rows: int, columns: int, like: Tensor, inner: Sequence[tuple]) 
 
 
 class OperandsByColumns:
-    """The same operands, all ranks' together: this rank's rows of a over the whole inner dimension,
-    and blocks of `width` columns of the whole b, one after the other.
+    """Transfers the same operands by blocks of columns: this rank's rows of a over the whole inner
+    dimension, then the whole b, `width` columns at a time.
 
-    b lies in the buffers as [blocks, K, width], so that a rank's part of a block is contiguous. Each
-    rank writes its own part there and copies the others' parts to the same place of its buffer.
+    A buffer holds b as [blocks, K, width], so that a rank's part of a block is contiguous. Each
+    rank writes its own part, and copies the other ranks' parts to the same offsets of its buffer.
 
-    inner: by rank, its number k.
+    inner: the k of each rank.
     """
 
     def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: list[int], width: int):
@@ -503,7 +503,7 @@ class OperandsByColumns:
             return pool.view(self._buffer, rank, shape, a.dtype, start * inner[rank])
 
         def block(rank: int, at: int, of: int) -> Tensor:
-            """The part of rank `of` of the block of columns from `at` on, in a rank's buffer."""
+            """The part that rank `of` has of the block at column `at`, in the buffer of `rank`."""
             wide = min(width, b.shape[1] - at)
             start = place + starts[-1] * at + starts[of] * wide
             return pool.view(self._buffer, rank, (inner[of], wide), b.dtype, start)
@@ -539,8 +539,8 @@ class OperandsByColumns:
         ]
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields (first column, this rank's rows of a, the block of b). Work issued later may read
-        them, until the next one is asked for after the last."""
+        """Yields (first column, this rank's rows of a, the block of b). Work issued before the
+        iterator ends may read them: then the buffer is released."""
         rows = None
         for at, matrix, event in zip(self._starts_at, self._blocks, self._events, strict=True):
             torch.cuda.current_stream(self._like.device).wait_event(event)
@@ -590,7 +590,7 @@ def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Ten
 
 
 def _sum_in_mailboxes(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
-    """The same by one kernel; None where mailboxes do not serve."""
+    """`sum_of_all` by one kernel. None if mailboxes cannot serve x."""
     mailboxes = mailboxes_for(x, ranks)
     if mailboxes is None:
         return None

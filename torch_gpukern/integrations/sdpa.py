@@ -12,15 +12,19 @@ implementations.
     restore_flash_attention_impl()
 
 Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA,
-runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. Calls with attn_mask, bool
-or float, are included: PyTorch hands a float mask down, which is a bias here, with a gradient. On
-CUDA PyTorch's flash kernel takes no mask, so masked calls are taken from its memory-efficient and
-its cuDNN kernel. A row that the mask hides from all keys gives 0, and so does one whose mask is the
-lowest finite number throughout, which PyTorch averages. A call that gpukern does not serve (a debug
-mask, a mask with dropout, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with
-the arguments it came with. PyTorch chooses before us: calls without a mask that it gives to cuDNN or
-to its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
-nn.MultiheadAttention and nn.TransformerEncoderLayer, never come here.
+runs gpukern's. This includes nn.MultiheadAttention and everything else that calls SDPA.
+
+Calls with attn_mask are served too. PyTorch passes every mask as float, which is a bias here, with
+a gradient. On CUDA PyTorch's flash kernel takes no mask, so this file also replaces its
+memory-efficient and its cuDNN kernel for masked calls. A row whose keys are all hidden gives 0. So
+does a row whose mask is the lowest finite number for every key; PyTorch averages the values there.
+
+A call that gpukern does not serve goes to PyTorch's own kernel with the original arguments: a debug
+mask, a mask with dropout, or shapes or dtypes beyond gpukern's kernels.
+
+PyTorch chooses the kernel first. These calls never get here: calls without a mask that it sends to
+cuDNN or its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
+nn.MultiheadAttention and nn.TransformerEncoderLayer.
 ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
@@ -92,8 +96,8 @@ def _activate() -> _Handle:
 
 
 def _override(library: torch.library.Library, name: str, key: str, ours: Callable) -> None:
-    """Puts ours in the place of PyTorch's kernel. It returns None for a call that it does not
-    serve."""
+    """Replaces PyTorch's kernel by `ours`. If `ours` returns None, PyTorch's own kernel serves the
+    call."""
     own = torch.library.get_kernel(f"aten::{name}", key).call_boxed
     ours = _as_torch_calls(ours, getattr(torch.ops.aten, name).default._schema)
 
@@ -101,7 +105,7 @@ def _override(library: torch.library.Library, name: str, key: str, ours: Callabl
         found = ours(*args, **kwargs)
         return own(keys, *args, **kwargs) if found is None else found
 
-    with warnings.catch_warnings():  # that a kernel is overridden, which is what was asked for
+    with warnings.catch_warnings():  # torch warns that a kernel is overridden
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
@@ -122,11 +126,11 @@ def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
     return lambda *args, **kwargs: ours(**dict(zip(names, args)), **kwargs)
 
 
-# Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside
-# context_parallel too, which hands us the parts of a sequence and merges what we make of them.
-_forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
+# Called without `guard` (ops/define.py), which refuses attention inside context_parallel. Here
+# PyTorch is the caller: context_parallel passes parts of a sequence and merges the results itself.
+_forward_op, _backward_op = _flash_attn.all.unguarded, _flash_attn_bwd.unguarded
 _masked_op, _masked_backward_op = (
-    _flash_attn_masked.all.bare,
+    _flash_attn_masked.all.unguarded,
     unwrapped(ops.flash_attn_masked_bwd.default),
 )
 
@@ -149,15 +153,15 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     ):
         return False
     if q.is_cuda:
-        # PyTorch's CUDA kernel counts causal calls of two lengths from the bottom right, and SDPA
-        # never sends any.
+        # With different lengths, PyTorch's CUDA kernel aligns causal masks to the bottom right.
+        # SDPA never makes such calls.
         if is_causal and of_q[2] != of_k[2]:
             return False
     return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
 
 
 def _bias_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor | None:
-    """A float mask as a bias, where one is taken."""
+    """A float mask as a bias of 4 dimensions. None if its dtype or shape cannot be a bias."""
     if mask.dtype not in (q.dtype, torch.float32) or not 2 <= mask.dim() <= 4:
         return None
     bias, full = mask[(None,) * (4 - mask.dim())], (*q.shape[:3], k.shape[2])
@@ -165,7 +169,7 @@ def _bias_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor | None:
 
 
 def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x where compiled code expects it: it learnt the strides of PyTorch's own kernel."""
+    """x with the given strides. Compiled code expects the strides of PyTorch's own kernel."""
     return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
@@ -180,10 +184,10 @@ def _is_dense(x: Tensor) -> bool:
 
 
 # ---- kernels -------------------------------------------------------------------------------------
-# Parameters have the schema's names. `more` and `others` are arguments that only another torch has:
-# where they are given, its own kernel knows what they mean. So it does with debug masks, with masks
-# beside dropout, and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA
-# our seed, int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
+# Parameters have the schema's names. A function returns None if PyTorch's own kernel must serve the
+# call: with debug masks, with a mask and dropout, or with `more` and `others`, arguments that only
+# another version of torch has. On the CPU PyTorch itself sends dropout to its math kernel. On CUDA
+# our seed, int64 [2], is returned where PyTorch returns the state of its generator, uint64 [2].
 
 
 def _forward(
@@ -347,12 +351,12 @@ def _backward_cuda(
 
 
 def _narrow(bias: Tensor) -> Tensor:
-    """bias without the repetitions that PyTorch's `expand` made of it."""
+    """bias with size 1 in the dimensions that PyTorch's `expand` repeated."""
     return bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
 
 
 def _no_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Stands where PyTorch keeps the state of its generator; nothing was drawn."""
+    """Two unused tensors in place of the generator's state. Without dropout nothing is drawn."""
     return q.new_empty((), dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 

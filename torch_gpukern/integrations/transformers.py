@@ -113,8 +113,8 @@ def register(name: str = "gpukern") -> None:
         ValueError: a name with "flash" in it.
         ImportError: a transformers whose masks are asked for in another way.
 
-    Also served: masks that are matrices, mask functions of a model's or user's own, blocks of
-    tokens that see each other, chunked attention, position biases, and padding between tokens.
+    Also served: masks that are matrices, custom mask functions of a model or user, blocks of tokens
+    that see each other, chunked attention, position biases, and padding between tokens.
 
     The forward pass raises ValueError, with what to use instead, for output_attentions and sparse
     indices. Compiled code cannot look at a mask's values: there packed position_ids, blocks, and

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Linear layers that read the same input, as one product: q, k and v, or gate and up.
+"""Joins linear layers that read the same input into one product: q, k and v, or gate and up.
 
-One launch replaces two or three, and activations that are quantised are quantised once. The joined
-weight is one tensor. The layers keep their parameters and buffers, which become parts of it, so that
-the weights are in memory once. Scales are small and are copied.
+One launch replaces two or three, and activations are quantised only once. serve/fused.py calls
+`joined`.
+
+The weights are concatenated into one tensor. The layers keep their parameters and buffers, which
+become views of it, so that the weights are in memory once. A tensor whose rows do not form its
+first dimension, such as scales, is copied.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ __all__ = ["Joined", "joined"]
 
 
 class Joined:
-    """The product of all layers' weights, side by side: x [M, K] -> [M, sum of N].
+    """The product with the concatenated weights of all layers: x [M, K] -> [M, sum of N].
 
-    ``codes`` is the dtype and granularity by which activations are quantised, None where they stay
-    16 bits.
+    ``codes`` is the dtype and granularity in which activations are quantised, or None if they are
+    not quantised.
     """
 
     def __init__(self, bias: Tensor | None, sizes: list[int]) -> None:
@@ -38,7 +41,7 @@ class Joined:
         raise NotImplementedError
 
     def of_codes(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """The product of activations that are quantised by `codes`, in dtype."""
+        """The product of activations that are already quantised as `codes` says, in dtype."""
         raise NotImplementedError
 
 
@@ -68,8 +71,8 @@ class _Quantized(Joined):
 
 
 def joined(layers: Sequence[Any]) -> Joined | None:
-    """The layers as one product; None where one of them does more than a product, or their weights
-    cannot lie side by side (an nvfp4 weight has a scale of the whole)."""
+    """The layers as one product. None if one of them does more than a product, or if their weights
+    cannot be concatenated: an nvfp4 weight, for one, has a scale for the whole weight."""
     sizes = [getattr(layer, "out_features", 0) for layer in layers]
     biases = [layer._parameters.get("bias") for layer in layers]
     same = {type(layer) in (torch.nn.Linear, Linear) for layer in layers}
@@ -106,7 +109,8 @@ def joined(layers: Sequence[Any]) -> Joined | None:
 
 
 def _is_product(layer: Any) -> bool:
-    """Whether the layer is a product and nothing else: no adapter, hook, activation or order."""
+    """Whether the layer is only a product with a bias: it has no adapter, hook, activation or
+    permutation of its input."""
     if type(layer) not in (torch.nn.Linear, Linear, QuantizedLinear):
         return False
     if "forward" in vars(layer) or has_hooks(layer):
@@ -120,8 +124,11 @@ def _is_product(layer: Any) -> bool:
 
 
 def _dims(recipe: str) -> dict[str, tuple[int | None, int]]:
-    """Of each tensor of a recipe: the dimension along which weights lie side by side (None: one
-    number of the whole weight), and how many rows of the weight an element there stands for."""
+    """For each tensor of a recipe: the dimension that grows with the rows of the weight, and how
+    many rows an index there stands for. (None, 1) if the tensor does not grow with the rows.
+
+    Found by comparing the shapes for weights of 128 and 256 rows.
+    """
     one, two = (SCHEMES[recipe].spec(n, 128) for n in (128, 256))
     found: dict[str, tuple[int | None, int]] = {}
     for name, (shape, _) in one.items():
@@ -141,7 +148,8 @@ def _can_join(tensors: list[Tensor], at: tuple[int | None, int], sizes: list[int
 
 
 def _joined_tensors(tensors: list[Tensor], dim: int | None) -> tuple[Tensor, list[Tensor] | None]:
-    """The tensors as one, and the parts of it that may replace them."""
+    """The concatenated tensor, and the views of it that may replace the tensors. None for the views
+    if they would not be contiguous."""
     if dim is None or len(tensors) == 1:
         return tensors[0], None
     bytes_of = [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]
@@ -156,8 +164,8 @@ def _joined_tensors(tensors: list[Tensor], dim: int | None) -> tuple[Tensor, lis
 
 
 def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One tensor with the others' rows, and each one's part of it. No copy where they already lie
-    side by side."""
+    """One tensor with all rows, and a view of it for each tensor. If the tensors already follow
+    each other in one storage, nothing is copied."""
     first, rows = tensors[0], [t.shape[0] for t in tensors]
     at = first.data_ptr()
     for t in tensors:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The public functions; each module adds to its C++ ops what only Python can register."""
+"""The public functions. Each module also registers what its C++ ops need from Python: fakes,
+gradients, autocast rules, vmap rules."""
 
 from . import flash_attn_accumulate as flash_attn_accumulate
 from . import flash_attn_into as flash_attn_into

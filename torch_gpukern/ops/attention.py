@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query
-and key, folds of vmap."""
+"""Code that flash_attn and flash_attn_varlen share: symbolic sizes, gradients, FLOPs, folds for
+vmap."""
 
 import os
 import warnings
@@ -28,21 +28,23 @@ def autocast(
     sinks: Tensor | None,
     **_: Any,
 ) -> dict:
-    """q, k and v; sinks of 16 bits follow them, since they may have q's dtype or float32."""
+    """Casts q, k and v. Sinks of 16 bits are cast too, because they must have q's dtype or
+    float32."""
     cast = {"q": to(q, dtype), "k": to(k, dtype), "v": to(v, dtype)}
     return cast | sinks_as(cast["q"].dtype, to, sinks)
 
 
 def sinks_as(dtype: torch.dtype, to: Callable, sinks: Tensor | None) -> dict:
-    """Sinks of 16 bits cast to a q of other 16 bits, or to float32 beside a q of 32."""
+    """16-bit sinks that have not q's dtype, cast to it. Empty if there is nothing to cast, or if q
+    is float64."""
     if sinks is None or sinks.dtype not in _SHORT or sinks.dtype is dtype or dtype is torch.float64:
         return {}
     return {"sinks": to(sinks, dtype)}
 
 
 def warn_of_swapped(q: Tensor, k: Tensor) -> None:
-    """With GPUKERN_DEBUG=1: q and k look like [B, S, H, D], flash-attn's order, where ours is [B,
-    H, S, D]."""
+    """With GPUKERN_DEBUG=1: warns if q and k look like [B, S, H, D], flash-attn's order, instead
+    of [B, H, S, D]."""
     if not _DEBUG or torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:
         return
     if _looks_swapped(q, k):
@@ -56,11 +58,11 @@ def warn_of_swapped(q: Tensor, k: Tensor) -> None:
 
 
 def _looks_swapped(q: Tensor, k: Tensor) -> bool:
-    """Whether dimension 1 has more elements than heads, or as many as sequences of one length have
-    tokens.
+    """Whether dimensions 1 and 2 look swapped. Either of two signs is enough.
 
-    The second: q and k agree in dimension 1, each has fewer elements in dimension 2, as groups of
-    heads have, and neither is stored token by token, as what a projection makes is.
+    Dimension 1 is larger than any number of heads, and dimension 2 is not. Or dimension 1 has the
+    same size in q and k, as sequences of one length have, dimension 2 is smaller and divides as
+    grouped heads do, and neither tensor is a transposed view of [B, S, H, D].
     """
     (_, q_1, q_2, _), (_, k_1, k_2, _) = q.shape, k.shape
     if min(q_1, k_1) > _MANY_HEADS >= max(q_2, k_2):
@@ -72,7 +74,7 @@ def _looks_swapped(q: Tensor, k: Tensor) -> bool:
 def sizes(
     op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]
 ) -> dict[str, int]:
-    """Sizes by letter of a call whose sizes are symbols: dense for flash_attn, packed for
+    """Sizes by letter, for a fake function: dense q, k and v for flash_attn, packed ones for
     flash_attn_varlen."""
     if q.dim() == 4:
         n = fakes.sizes(op, q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"), v=(v, "B Hkv Sk Dv"), **more)
@@ -83,7 +85,7 @@ def sizes(
 
 
 def same_group(op: str, heads_q: int, name: str, heads_kv: int) -> None:
-    """ValueError where the heads of q are no multiple of those of the keys."""
+    """ValueError unless the number of q's heads is a multiple of the number of key heads."""
     holds = heads_q % heads_kv == 0 if heads_kv != 0 else heads_q == 0
     text = f"{NAMESPACE}::{op}: {name} has {heads_kv} heads, q has {heads_q}; q's must be a multiple of {name}'s"
     torch._check_with(ValueError, holds, lambda: text)
@@ -92,7 +94,7 @@ def same_group(op: str, heads_q: int, name: str, heads_kv: int) -> None:
 def empty_stored_like(x: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """[B, H, S, head_dim] for x [B, H, S, D], in x's dtype or `dtype`; stored [B, S, H, head_dim]
     if x is."""
-    # Only fake functions get here, so that compiling pays for this import and not the package's.
+    # Only fake functions call this, so that importing the package does not pay for this import.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     batch, heads, seq, _ = x.shape
@@ -110,13 +112,12 @@ def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def backward_of(bwd: Op) -> Callable:
-    """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its
-    results and their gradients, and whose results are named after the arguments that they are
-    gradients of.
+    """Makes the `backward` of define_op from the op `bwd`. Its arguments are those of the forward,
+    the forward's results and their gradients. Its results dq, dk, .. are the gradients of q, k, ..
     """
     names = tuple(result.removeprefix("d") for result in bwd.results)
     more = {"deterministic"} & set(bwd.names)
-    # gradients that are made only where they are wanted
+    # gradients that bwd computes only on request
     asked = tuple(name for name in bwd.names if name.startswith("need_"))
 
     def backward(needs, q, out, grad_out, grad_lse, out_dtype=None, **kept):
@@ -138,7 +139,8 @@ def backward_of(bwd: Op) -> Callable:
 
 
 def _at_most(queries: int, keys: int, last: int) -> int:
-    """Pairs (i < queries, j < keys) with j - i <= last: i + last + 1 in a row, 0 to keys."""
+    """The number of pairs (i < queries, j < keys) with j - i <= last. Row i has i + last + 1,
+    clamped to 0 and keys."""
     first = torch.sym_max(0, torch.sym_min(queries, -last))  # rows before it have none
     full = torch.sym_max(first, torch.sym_min(queries, keys - last))  # rows from it on have all
     rows = full - first
@@ -148,7 +150,8 @@ def _at_most(queries: int, keys: int, last: int) -> int:
 def pairs_of(
     queries: int, keys: int, is_causal: bool, diagonal: int, window_left: int, window_right: int
 ) -> int:
-    """Pairs of query and key that meet; kv_start and kv_end are contents, so they do not count."""
+    """The number of pairs of query and key that are not masked. kv_start and kv_end are tensor
+    contents and are not read."""
     pairs = queries * keys
     if is_causal or window_right >= 0:
         right = 0 if is_causal else window_right
@@ -160,7 +163,7 @@ def pairs_of(
 
 # ---- vmap ----------------------------------------------------------------------------------------
 
-# Tensors whose heads are dimension 1, of a call without vmap; and those of shape [B].
+# Tensors whose dimension 1 is heads (before vmap adds its own), and tensors of shape [B].
 _HEADS_SECOND = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse")
 _OF_SEQUENCES = ("kv_start", "kv_end", "q_start")
 
@@ -169,14 +172,14 @@ _FOLDED = {*_HEADS_SECOND, *_OF_SEQUENCES, "sinks", "alibi_slopes", "cu_seqlens_
 
 
 def _folds(given: dict) -> bool:
-    """Whether the folds know each tensor. Dropout's mask follows from a row's number, which a fold
-    would change."""
+    """Whether a fold knows all tensors of the call. It does not fold a dropout seed: the mask
+    follows from a row's number, which a fold would change."""
     return all(name in _FOLDED for name, x in given.items() if isinstance(x, Tensor))
 
 
 def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
-    """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still
-    reads its kv head."""
+    """Folds `size` tensors [B, H, S, D] or [T, H, D] into `size` times as many heads. A query head
+    still reads its own kv head."""
     lengths = {*_OF_SEQUENCES, "cu_seqlens_q", "cu_seqlens_k"}
     if batched & lengths or not _folds(given):
         return None
@@ -206,8 +209,8 @@ def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
 
 
 def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
-    """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go
-    into the heads."""
+    """Folds `size` tensors [B, H, S, D] into a batch of `size` times B. A call with sinks is folded
+    into the heads, because sinks have no batch dimension."""
     given["q"] = q
     if not _folds(given):
         return None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""attn_dropout_mask, and what flash_attn and flash_attn_varlen share of dropout.
+"""attn_dropout_mask, and the drawing of seeds for flash_attn and flash_attn_varlen.
 
-The law of csrc/formats/attn_dropout.h is said here again, in tensors: the kernels are judged by it.
+The mask is the rule of csrc/formats/attn_dropout.h, stated again in tensor operations. Tests
+compare the kernels with it.
 """
 
 from typing import Any
@@ -22,8 +23,8 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
     """Which probabilities `flash_attn` or `flash_attn_varlen` keeps with dropout_p ``p`` and
     dropout_seed ``seed``.
 
-    It depends on q's and k's shapes, p and the seed alone: the same on the CPU and on CUDA, of
-    every kernel, in both passes.
+    The mask depends only on the shapes of q and k, p and the seed. It is the same on the CPU and on
+    CUDA, for every kernel, in forward and backward.
 
     Args:
         q: [B, Hq, Sq, D], or packed [Tq, Hq, D].
@@ -32,17 +33,16 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
         seed: int64 [2], (seed, offset).
 
     Returns:
-        bool on q's device, true where kept: [B, Hq, Sq, Sk]. Packed [Hq, Tq, Tk]: row t is the
-        packed query token t, column j the key's place in its own sequence, so that sequence b reads
-        ``mask[:, cu_q[b]:cu_q[b + 1], :cu_k[b + 1] - cu_k[b]]``.
+        bool on q's device, true where kept: [B, Hq, Sq, Sk]. For packed tensors [Hq, Tq, Tk]: row t
+            is the packed query token t, and column j is the key's index within its own sequence.
+            So the mask of sequence b is ``mask[:, cu_q[b]:cu_q[b + 1], :cu_k[b + 1] - cu_k[b]]``.
 
     Raises:
-        ValueError: p outside [0, 1]; a seed that is no int64 [2]; a q of other than 3 or 4
-        dimensions.
+        ValueError: p outside [0, 1]; a seed that is not int64 [2]; a q without 3 or 4 dimensions.
 
-    The words are Philox4x32-10's (Salmon, Moraes, Dror and Shaw 2011): eight neighbouring keys of a
-    row share one call, and 16 bits decide on each, so that the rate is (1 - p) rounded to 1 /
-    65536.
+    Random numbers are Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011). Eight neighbouring keys
+    of a row share one Philox call, and 16 bits decide on each. So the rate of kept elements is 1 -
+    p, rounded to a multiple of 1 / 65536.
     """
     name = "attn_dropout_mask"
     refuse_non_tensors(f"{NAMESPACE}::{name}", q=q, k=k, seed=seed)
@@ -79,19 +79,19 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
 
 
 def philox(seed: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
-    """The four words of counters (low, high, offset), as int64."""
+    """The four 32-bit words of Philox for the counters (low, high, offset), as int64."""
     k0, k1 = seed[0] & _WORD, seed[0] >> 32 & _WORD
     c = [low, high, (seed[1] & _WORD).expand_as(low), (seed[1] >> 32 & _WORD).expand_as(low)]
     for _ in range(10):
-        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # of 64 bits, which wrap
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # 64-bit products that wrap around
         c = [(b >> 32 & _WORD) ^ c[1] ^ k0, b & _WORD, (a >> 32 & _WORD) ^ c[3] ^ k1, a & _WORD]
         k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
     return tuple(c)
 
 
 def seed_of(name: str, q: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
-    """A call's seed: the one given, else one drawn where there is dropout."""
-    # what is no p the op refuses
+    """The seed of a call: the given one, or a new one if 0 < p <= 1. The op refuses a p that is no
+    number."""
     if seed is not None or isinstance(p, (int, float)) and not 0 < p <= 1:
         return seed
     if not _is_plain(q):

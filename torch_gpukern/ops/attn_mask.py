@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""attn_mask: the op that stores a mask of attention, declared. torch_gpukern/masks.py has the
-public functions."""
+"""attn_mask: declaration of the op that builds a stored attention mask. torch_gpukern/masks.py has
+the public functions."""
 
 import torch
 
@@ -9,15 +9,15 @@ from .define import define_op
 __all__ = ["DENSE", "STORES", "TILE", "Layout", "attn_mask"]
 
 TILE = 128
-KEPT = 3  # partial blocks of a tile whose words a store that is not dense keeps
+KEPT = 3  # stores that are not dense keep the bits of this many partial blocks a row of tiles
 BLOCK_INTS = 512
 DENSE, RANGES, COLUMNS = 1, 2, 3  # gk_mask_store
 STORES = {"bool": DENSE, "bits": DENSE, "blocks": DENSE, "ranges": RANGES, "columns": COLUMNS}
 
 
 class Layout:
-    """Where the parts of one head of a stored mask begin, in int32: csrc/core/attn_mask.h says it
-    again. Sizes may be symbols."""
+    """Offsets of the parts of one head of a stored mask, in int32. They are those of
+    csrc/core/attn_mask.h, in Python, so that sizes may be symbols."""
 
     def __init__(self, store: int, seq_q: int, seq_k: int, transposed: bool):
         nq, nk = (seq_q + TILE - 1) // TILE, (seq_k + TILE - 1) // TILE

@@ -30,8 +30,9 @@ def attn_merge(
         lse_b: [...], shape and dtype of lse_a.
 
     Returns:
-        (out, lse), both contiguous, in the dtypes of out_a and lse_a. -inf on one side returns the
-        other bit for bit; on both it gives 0 and -inf. A sink belongs to one of the two sides only.
+        (out, lse), both contiguous, in the dtypes of out_a and lse_a. If one lse is -inf, the
+        result is the other side, bit for bit. If both are, out is 0 and lse -inf. Only one of the
+        two sides may have been computed with a sink.
 
     Gradients: all four arguments. Under autocast out_a and out_b take the wider of their dtypes.
 
@@ -50,11 +51,11 @@ def _symbolic(out_a, lse_a, **_):
 
 
 def _backward(needs, out_a, lse_a, out_b, lse_b, lse, grad_out, grad_lse, **_):
-    # 0 for -inf, where neither side saw a key: exp(-inf - lse) is then 0 and not NaN.
+    # If neither side saw a key, lse is -inf. 0 in its place makes exp(-inf - lse) 0 instead of NaN.
     lse = lse.masked_fill(lse == -torch.inf, 0)
     weights = torch.exp(lse_a - lse), torch.exp(lse_b - lse)
     grads = dict.fromkeys(("out_a", "lse_a", "out_b", "lse_b"))
-    # A side without weight has no gradient, not even of an infinite one.
+    # A side of weight 0 has gradient 0, even if the incoming gradient is infinite.
     if grad_lse is not None:
         for name, w in zip(("lse_a", "lse_b"), weights, strict=True):
             grads[name] = (w * grad_lse).masked_fill(w == 0, 0)
@@ -62,8 +63,8 @@ def _backward(needs, out_a, lse_a, out_b, lse_b, lse, grad_out, grad_lse, **_):
         acc = grad_out.to(lse.dtype)
         for name, w in zip(("out_a", "out_b"), weights, strict=True):
             grads[name] = (w[..., None] * acc).masked_fill(w[..., None] == 0, 0).to(out_a.dtype)
-        # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b, without out's rounding;
-        # the out of a side without keys may be NaN.
+        # d out / d lse_a = w_a w_b (out_a - out_b) = -d out / d lse_b. This form does not contain
+        # the rounding of out. The out of a side without keys may be NaN, hence masked_fill.
         change = (acc * (out_a.to(lse.dtype) - out_b.to(lse.dtype))).sum(-1)
         both = weights[0] * weights[1]
         change = (both * change).masked_fill(both == 0, 0)

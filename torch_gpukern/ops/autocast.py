@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Autocast rules of ops that join tensors without multiplying them: inside autocast a product's
-16-bit result meets a float32 stream."""
+"""Autocast rules of ops that combine tensors without a matrix product, such as norms with a
+residual: under autocast, a product's 16-bit result meets a float32 residual stream."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -16,14 +16,14 @@ _CAST = (torch.float32, *_SHORT)
 
 
 def widest(*names: str, vectors: Sequence[str] = (), exactly: Sequence[str] = ()) -> Callable:
-    """A rule for define_op: tensors of different dtypes take the widest of them, as with PyTorch's
-    own ops that autocast promotes.
+    """A rule for define_op: tensors of different dtypes are cast to the widest, as in PyTorch's own
+    ops that autocast promotes. If one of them is neither float32 nor 16-bit, nothing is cast.
 
     Args:
-        names: the tensors that are joined, which must be of one dtype.
-        vectors: parameters that may be float32 beside 16 bits; those of other 16 bits are cast.
-        exactly: parameters that must have the tensors' dtype; they are cast as a linear layer's
-        bias is.
+        names: the tensors that are combined, which must be of one dtype.
+        vectors: parameters that may be float32 beside 16-bit tensors. Those of 16 bits are cast.
+        exactly: parameters that must have the tensors' dtype. They are always cast, as a linear
+            layer's bias is.
     """
 
     def rule(_: torch.dtype, to: Callable, /, **given: Any) -> dict[str, Tensor]:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.vmap: its dimension becomes part of one that the op has, so that one call serves the whole
-batch.
+"""torch.vmap of an op: the new dimension is folded into an existing one, so that one call serves
+the whole batch.
 
-An op declares ``fold(size, batched, **arguments)``. The arguments come by name, and those named in
-`batched` have the new dimension, of `size`, in front. fold returns ``(changed, unfold)``: the
-arguments that change, and a function ``unfold(name, result)`` that gives a result with the dimension
-in front again, or None if that result has none. For a call that does not fold it returns None, and
-the call is served slice by slice.
+An op declares ``fold(size, batched, **arguments)``. The arguments named in `batched` have the new
+dimension, of `size`, in front. fold returns ``(changed, unfold)``. `changed` has the arguments that
+change. ``unfold(name, result)`` returns a result with the new dimension in front again, or None if
+that result has no such dimension. If fold returns None, the op is called once for each slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +17,23 @@ from torch import Tensor
 from .._library import library
 from .op import Op
 
-MAX_DIMS = 8  # of a tensor of any op
+MAX_DIMS = 8  # the most dimensions that a tensor of an op may have
 
 
 def register(op: Op, fold: Callable | None) -> None:
-    """The rule of the op where torch.vmap batches an argument."""
+    """Registers the op's rule for torch.vmap."""
 
     def rule(info, in_dims, *args):
         given, dims = op.named(args), dict(zip(op.names, in_dims, strict=False))
         batched = {name for name, d in dims.items() if d is not None}
         given |= {name: given[name].movedim(dims[name], 0) for name in batched}
         if info.batch_size == 0:
-            return _of_none(op, batched, given)
+            return _empty_results(op, batched, given)
         folded = fold(info.batch_size, batched, **given) if fold is not None else None
         if folded is None:
             return _one_by_one(op, info.batch_size, batched, given)
         changed, unfold = folded
-        results = op.bare(*(given | changed).values())
+        results = op.unguarded(*(given | changed).values())
         if isinstance(results, Tensor):
             return unfold(op.all.results[0], results), 0
         unfolded = [unfold(name, x) for name, x in zip(op.results, results, strict=True)]
@@ -46,8 +45,8 @@ def register(op: Op, fold: Callable | None) -> None:
     torch.library.register_vmap(op.qualified, rule, lib=library)
 
 
-def _of_none(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
-    """Empty results: of what shapes and dtypes, a call says whose tensors have no contents."""
+def _empty_results(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
+    """The results for a batch of size 0. A call with meta tensors says their shapes and dtypes."""
     device = next(x.device for x in given.values() if isinstance(x, Tensor))
 
     def described(name: str, x: Any) -> Any:
@@ -64,7 +63,8 @@ def _of_none(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
 
 def _one_by_one(op: Op, size: int, batched: set[str], given: dict[str, Any]) -> tuple:
     calls = [
-        op.bare(*(x[i] if name in batched else x for name, x in given.items())) for i in range(size)
+        op.unguarded(*(x[i] if name in batched else x for name, x in given.items()))
+        for i in range(size)
     ]
     if isinstance(calls[0], Tensor):
         return torch.stack(calls), 0
@@ -72,7 +72,8 @@ def _one_by_one(op: Op, size: int, batched: set[str], given: dict[str, Any]) -> 
 
 
 def everywhere(size: int, batched: set[str], **given: Any) -> tuple | None:
-    """The fold of an op of tensors alone that all have one leading shape."""
+    """The fold of an op whose tensors all have one leading shape: a tensor that is not batched is
+    expanded."""
     tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
     changed = {n: x if n in batched else x.expand(size, *x.shape) for n, x in tensors.items()}
     if any(x.dim() > MAX_DIMS for x in changed.values()):
@@ -83,11 +84,14 @@ def everywhere(size: int, batched: set[str], **given: Any) -> tuple | None:
 def rows(
     *names: str, unless: Sequence[str] = (), empty: dict[str, Callable[[dict], bool]] | None = None
 ) -> Callable:
-    """The fold of an op over rows, whose tensors `names` all have one leading shape: the new
-    dimension joins it.
+    """Makes the fold of an op over rows. The tensors `names` all have one leading shape, and the
+    new dimension is added in front of it.
 
-    What else is a tensor may not be batched, and arguments `unless` not be true: they ask for sums
-    over all rows. empty: results that a call does not have, by a question about its arguments.
+    A call does not fold if another tensor is batched, or if one of the arguments `unless` is true:
+    those ask for sums over all rows.
+
+    empty: by the name of a result, a function of the arguments that says whether the call leaves
+    this result out.
     """
 
     def fold(size: int, batched: set[str], **given: Any) -> tuple | None:

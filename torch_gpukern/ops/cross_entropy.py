@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cross_entropy of logits: the public function and the declaration of the op, which gives each
-row's loss."""
+"""cross_entropy of logits: the public function, and the declaration of the op, which returns each
+row's loss and lse."""
 
 from typing import Literal, NoReturn, get_args
 
@@ -32,8 +32,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Cross entropy of logits and classes, without a second tensor of the logits' size before the
-    gradient.
+    """Cross entropy of logits and classes. Forward allocates no tensor of the logits' size.
 
     In float32 (float64 for float64), with e the label smoothing and w the class weights::
 
@@ -43,28 +42,28 @@ def cross_entropy(
 
     Args:
         logits: [..., V], float32, bfloat16, float16 or float64; V is 1 or more. Leading dimensions
-            may have any strides; where the last one is not dense logits are copied first.
+            may have any strides. If the last dimension is not contiguous, logits are copied first.
         target: [...] int64, classes in [0, V) or ignore_index.
-        weight: [V] float32 (float64 with float64); of fewer bits it is copied to that dtype first.
+        weight: [V] float32 (float64 with float64). A weight of fewer bits is converted first.
         ignore_index: rows with this target have loss 0 and gradient 0, and are not read.
         label_smoothing: between 0 and 1.
         softcap: 0 (off) or more.
         logit_scale: finite.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum over w[t] of the rows that are not
-            ignored; NaN where all are, as in torch.
-        z_loss: 0 (off), or what keeps lse near 0 (PaLM, arXiv:2204.02311, section 5, has 1e-4). As
-            in Liger Kernel class weights and label smoothing leave the term as it is, and a mean
-            divides it by the number of rows that are not ignored.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"``. The mean is the sum, divided by the sum of
+            w[t] over the rows that are not ignored. If all rows are ignored it is NaN, as in torch.
+        z_loss: factor of lse^2, which keeps lse near 0; 0 switches it off (PaLM, arXiv:2204.02311,
+            section 5, uses 1e-4). As in Liger Kernel, class weights and label smoothing do not
+            change this term, and a mean divides it by the number of rows that are not ignored.
 
     Returns:
-        [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit logits.
+        [] or, without a reduction, [...]: float32 (float64 with float64), also for 16-bit logits.
 
     Gradient: logits, in their dtype, 0 in ignored rows. Not twice differentiable.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
-        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is
-            raised by the next call of an op or by `check_errors`.
+        IndexError: a target that is no class. On CUDA the loss of that row is NaN, and the next
+            call of an op or `check_errors` raises the error.
     """
     if more or unknown:
         refuse_unknown(cross_entropy, unknown, more)
@@ -92,7 +91,7 @@ def reduce_rows(
         )
     if reduction == "none":
         return rows
-    # of many rows float32 would lose more than the rows themselves
+    # a float32 sum over many rows would err more than the rows do
     total = rows.sum(dtype=torch.float64)
     if reduction == "mean":
         total = total / total_weight(target, weight, ignore_index)
@@ -100,11 +99,11 @@ def reduce_rows(
 
 
 def weight_of_mean(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Class weights whose sum over the rows that count is the number of these rows; the mean of the
-    weighted losses stays.
+    """Scales class weights so that their sum over the rows that count is the number of these rows.
+    The mean of the weighted losses does not change.
 
-    So a mean divides z_loss by that number, and a row's gradient has the size of an unweighted one.
-    Arguments that the op refuses are left as they are, for the op to name them.
+    A mean then divides z_loss by that number, and a row's gradient has the size of an unweighted
+    one. Arguments that the op refuses are returned unchanged, so that the op raises the error.
     """
     tensors = isinstance(weight, Tensor) and isinstance(target, Tensor)
     if not tensors or weight.dim() != 1 or weight.shape[0] == 0 or weight.device != target.device:
@@ -118,7 +117,7 @@ def weight_of_mean(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
 
 
 def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean divides by: the weights of the rows that are not ignored."""
+    """The divisor of a mean: the sum of the weights of the rows that are not ignored."""
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
@@ -145,13 +144,13 @@ def _backward(
     dlogits = _cross_entropy_bwd.call_named(
         grad_loss=grad_loss, logits=logits, target=target, lse=lse, **same, **rules
     )
-    if grad_lse is not None:  # torch.func makes one of zeros
-        dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
+    if grad_lse is not None:  # torch.func passes zeros
+        dlogits = dlogits + _lse_gradient(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
     return {"logits": dlogits}
 
 
-def _of_lse(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale):
-    """The gradient that comes by lse, which only callers of the op see."""
+def _lse_gradient(grad_lse, logits, target, lse, ignore_index, softcap, logit_scale):
+    """The gradient that arrives through lse. Only direct callers of the op get lse."""
     z, slope = logits.to(lse.dtype) * logit_scale, logit_scale
     if softcap > 0:
         z = softcap * torch.tanh(z / softcap)
@@ -176,6 +175,6 @@ _cross_entropy = define_op(
     without_gradient=("weight",),
     fold=batching.rows("logits", "target"),
 )
-# The losses and the gradient of their sum in one pass over the logits, into tensors that are given;
-# dlogits may be logits. No gradient.
+# cross_entropy_grad writes the losses, lse and the gradient of the sum of losses in one pass over
+# the logits. dlogits may be logits. The op has no gradient.
 define_in_place("cross_entropy_grad", lambda **_: (), ("loss", "lse", "dlogits"))

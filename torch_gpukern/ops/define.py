@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """define_op: what Python adds to an op, declared once.
 
-C++ registers an op's schema and its CPU and CUDA kernels. An op that is made of other ops, or of
-several ranks, has its kernel in Python. The schema gives names, places and defaults of the
-arguments, and every function declared here takes its values by those names. A declaration gives an
-op, each on the dispatch key of that purpose:
+C++ registers an op's schema and its CPU and CUDA kernels. An op that calls other ops, or that runs
+on several ranks, has its kernel in Python. The schema gives names, order and defaults of the
+arguments, and every function declared here takes its values by those names. A declaration adds to
+an op:
 
-- a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta
-  tensors;
-- an Autograd kernel: a torch.autograd.Function if a gradient is wanted, else a call below autograd;
-- an Autocast kernel: casts the arguments that autocast may cast, then calls below autocast;
-- a rule for torch.vmap, which folds the new dimension into those that the op has (batching.py);
+- a fake function, which gives dtype, shape and strides of the results to torch.compile,
+  torch.export and meta tensors;
+- an Autograd kernel, which applies a torch.autograd.Function if a gradient is wanted and otherwise
+  calls the op below autograd;
+- an Autocast kernel, which casts the arguments that autocast may cast and calls the op below
+  autocast;
+- a rule for torch.vmap, which folds the new dimension into an existing one (batching.py);
 - a FLOP formula.
 
-**torch.func.** The fast autograd.Function takes 5 us. torch.func needs the form with
-`setup_context`, which takes 50. Both have the same rules, and the slow one is called only under a
+**torch.func.** The fast autograd.Function takes 5 us a call. torch.func needs the form with
+`setup_context`, which takes 50 us. Both use the same rules. The slow form is called only under a
 transform that differentiates (gradients.py).
 """
 
@@ -44,7 +46,7 @@ from .op import Op, has_tangent
 
 __all__ = ["Op", "define_op", "guard", "tag_compiled_code"]
 
-# ---- the ways in ---------------------------------------------------------------------------------
+# ---- calls from Python ---------------------------------------------------------------------------
 
 
 def guard(op: Op) -> None:
@@ -52,18 +54,18 @@ def guard(op: Op) -> None:
 
     The guard does three things that no kernel can do:
 
-    - It refuses a tensor with a gradient in the place of a number. torch reads such a tensor's
-      value before the first kernel sees the call, and the gradient would be lost without a word.
+    - It refuses a tensor that requires a gradient where the op takes a number. torch reads such a
+      tensor's value before any kernel sees the call, so its gradient would silently be lost.
     - It gives torch.func's transforms the autograd.Function that they can read.
     - It registers sharding rules and refuses attention inside context_parallel (parallel.py).
 
-    It replaces `_op` of the overload and of its packet, which is where Python enters an op.
+    It replaces `_op` of the overload and of its packet. Every call from Python goes through `_op`.
     """
 
-    def guarded(bare: Callable) -> Callable:
-        @functools.wraps(bare)
+    def guarded(unguarded: Callable) -> Callable:
+        @functools.wraps(unguarded)
         def call(*args, **kwargs):
-            # dynamo traces this frame by itself after a graph break, and it knows the overload
+            # After a graph break dynamo traces this frame by itself. It knows the overload.
             if is_dynamo_compiling():
                 return op.overload(*args, **kwargs)
             op.refuse_number_gradients(args, kwargs)
@@ -75,7 +77,7 @@ def guard(op: Op) -> None:
             if op.transformed is not None and transforms_active() and _differentiating():
                 return _transformed(op, _checked(op, args, kwargs))
             try:
-                return bare(*args, **kwargs)
+                return unguarded(*args, **kwargs)
             except RuntimeError:
                 op.refuse_types(args, kwargs)
                 raise
@@ -83,25 +85,27 @@ def guard(op: Op) -> None:
         return call
 
     packet = getattr(ops, op.name)
-    # the packet calls the overload too: with an .out its own errors would name no op
+    # The packet gets the guard too: if the op has an .out overload, the packet's own errors would
+    # not name the op.
     for holder in (op.overload, packet):
-        holder._op = guarded(op.bare)
+        holder._op = guarded(op.unguarded)
     # torch.jit.script looks an op up by the function that the packet calls
     torch.jit._builtins._register_builtin(packet._op, op.qualified)
 
 
 def _checked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """All arguments in order. If the schema does not take them, a call of the op refuses them."""
+    """All arguments in order. If the schema does not take them, the op is called so that torch
+    raises its error."""
     if len(args) > len(op.names) or not set(kwargs) <= set(op.names[len(args) :]):
-        op.bare(*args, **kwargs)
+        op.unguarded(*args, **kwargs)
     if not set(op.names[len(args) : op.required]) <= set(kwargs):
-        op.bare(*args, **kwargs)
+        op.unguarded(*args, **kwargs)
     return op.bound(args, kwargs)
 
 
 def _transformed(op: Op, args: tuple) -> Any:
-    """Calls the form for a transform of torch.func that differentiates. No Autocast kernel runs under
-    it, so casts come first."""
+    """Calls the form for torch.func's differentiating transforms. No Autocast kernel runs under
+    such a transform, so the arguments are cast first."""
     device = next(x.device.type for x in args if isinstance(x, Tensor))
     if device in op.casts and torch.is_autocast_enabled(device):
         args = op.casts[device](*args)
@@ -110,8 +114,8 @@ def _transformed(op: Op, args: tuple) -> Any:
 
 
 def _differentiating() -> bool:
-    """Whether a transform of torch.func that differentiates is active: not vmap alone, not forward
-    mode."""
+    """Whether torch.func differentiates in reverse mode. vmap alone and forward mode do not
+    count."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     keys = [interpreter.key() for interpreter in stack]
     return torch._C._functorch.TransformType.Grad in keys
@@ -140,67 +144,68 @@ def define_op(
     after_error: Callable | None = None,
 ) -> Op:
     """Registers everything that Python adds to an op, and returns the op. If X_fwd exists, it is
-    registered too and is the op's `.all`.
+    registered too and becomes the op's `.all`.
 
     Functions are called with keywords. Each names the arguments that it reads, by their names in the
     schema, and takes the rest as ``**_``.
 
     Args:
-        public: the function of torch_gpukern, whose defaults are the schema's.
-        symbolic: ``symbolic(**arguments)`` returns empty tensors, one for each result of X_fwd or
-            X, where sizes are symbols (fakes.py).
-        backward: ``backward(needs, **values)`` returns the gradients by argument name, for those
-            named in the set `needs` at least. values: what `save` kept, the arguments of the call,
-            and of what it did not give the default where backward names it; `grad_<result>`
-            likewise, None where that has no gradient. None where the op has no gradient.
-        save: ``save(needs, args, *results)`` returns what backward reads beside the arguments that
-            are no tensors: a tuple of tensors (or None), and a dict of the rest by name. needs: for
-            each argument whether its gradient is wanted; args without trailing defaults. By default
-            all tensors are kept, arguments and results.
+        public: the function of torch_gpukern. Its defaults become the schema's objects.
+        symbolic: ``symbolic(**arguments)`` returns one empty tensor for each result of X_fwd (or of
+            X). It is called if a size is a symbol (fakes.py).
+        backward: ``backward(needs, **values)`` returns gradients by argument name, at least for the
+            names in the set `needs`. It may name as parameters what `save` kept, the arguments of
+            the call, and `grad_<result>`, which is None for a result without a gradient. An
+            argument that the call left out has its default. Leave backward out if the op has no
+            gradient, and pass `refuse`.
+        save: ``save(needs, args, *results)`` returns a tuple of tensors (or None) and a dict of
+            other values by name. These are handed to backward, beside the arguments that are not
+            tensors. needs says for each argument whether its gradient is wanted; args has no
+            trailing defaults. By default all tensors are kept, arguments and results.
         saved: names of the tensors that `save` returns.
-        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by
-            default it does. Where it is declared, `backward` is handed the gradients of all
-            results, in a second derivative for one.
+        reads_all: ``reads_all(args)`` says whether backward reads more than the first result. By
+            default it does. If reads_all is given, `backward` may get gradients of all results: a
+            second derivative differentiates through the others.
         without_gradient: arguments that may not require a gradient.
         refuse: text of the NotImplementedError that a backward raises, for an op without one.
         refuse_fwd: likewise, for X_fwd.
         autocast: names of the arguments that autocast casts; or ``autocast(dtype, to,
             **arguments)``, which returns those that it has cast by `to(x, dtype)`.
-        flops: ``flops(**arguments)`` of shapes in place of tensors.
+        flops: ``flops(**arguments)``, which gets shapes in place of tensors.
         fold: how torch.vmap's dimension folds into those of the op (batching.py).
         whole_sequences: the op must see all keys of a query. It is refused if a rank has only a part
             of them (parallel.py).
-        kernel: ``kernel(**arguments)`` of an op that is made of others in Python. It serves the CPU
-            and CUDA, nothing is cast below it, and `symbolic` states its results even if all sizes
-            are numbers.
-        after_error: ``after_error(**arguments)`` is called where the kernel raises.
+        kernel: ``kernel(**arguments)`` of an op that is written in Python. It serves the CPU and
+            CUDA, and autocast is off inside it. `symbolic` states its results even if all sizes are
+            numbers.
+        after_error: ``after_error(**arguments)`` is called if the kernel raises.
     """
     op = Op(name)
     if kernel is not None:
         _register_kernel(op, kernel, after_error)
-    doors = [op]
+    variants = [op]
     if hasattr(ops, f"{name}_fwd"):
         op.all = Op(f"{name}_fwd")
         op.all.said = op.said
-        doors.append(op.all)
-    for door in doors:
-        door.whole_sequences = whole_sequences
+        variants.append(op.all)
+    for variant in variants:
+        variant.whole_sequences = whole_sequences
         if public is not None:
-            door.set_defaults_of(public)
-        no_backward = refuse_fwd if door is not op and refuse_fwd else refuse
+            variant.set_defaults_of(public)
+        no_backward = refuse_fwd if variant is not op and refuse_fwd else refuse
         if no_backward:
-            gradients.refuse(door, no_backward)
+            gradients.refuse(variant, no_backward)
         else:
-            gradients.differentiate(door, op, backward, save, saved, reads_all, without_gradient)
-        fakes.register(door, symbolic, first=door is not op.all, composed=kernel is not None)
-        register_autograd(door, _autograd_kernel(door))
+            gradients.differentiate(variant, op, backward, save, saved, reads_all, without_gradient)
+        fakes.register(variant, symbolic, first=variant is not op.all, composed=kernel is not None)
+        register_autograd(variant, _autograd_kernel(variant))
         if autocast or kernel is not None:
-            _register_autocast(door, autocast)
+            _register_autocast(variant, autocast)
         if "group" not in op.names:  # ranks that batch differently would wait for each other
-            batching.register(door, fold)
-        guard(door)
+            batching.register(variant, fold)
+        guard(variant)
         if flops is not None:
-            register_flops(door, flops)
+            register_flops(variant, flops)
     if hasattr(getattr(ops, name), "out"):
         out.define(op, symbolic)
     if public is not None:
@@ -214,8 +219,8 @@ def define_op(
 def register_autograd(op: Op, kernel: Callable) -> None:
     """Registers the Autograd kernel `kernel`, which takes arguments without trailing defaults.
 
-    Forward mode is refused, because it has no rule: a result without a tangent would say that its
-    derivative is zero.
+    Forward mode has no rule and is refused. Without the refusal the result would have no tangent,
+    which means that its derivative is zero.
     """
 
     def checked(*args):
@@ -245,7 +250,7 @@ def _register_kernel(op: Op, kernel: Callable, after_error: Callable | None) -> 
 def _autograd_kernel(op: Op) -> Callable:
     def kernel(*args):
         if is_grad_enabled() and any_requires_grad(*args):
-            if transforms_active():  # a call from Python would have met `guard`
+            if transforms_active():  # a call from Python would have gone through `guard`
                 raise RuntimeError(
                     f"{op.qualified}: call it from Python where torch.func transforms it "
                     f"(functorch)"
@@ -257,7 +262,7 @@ def _autograd_kernel(op: Op) -> Callable:
 
 
 def _register_autocast(op: Op, rule: Sequence[str] | Callable) -> None:
-    """The Autocast kernels."""
+    """Registers the Autocast kernels."""
 
     def register(device: str, key: str) -> None:
         def cast(*args):
@@ -281,8 +286,8 @@ AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 def cast_arguments(
     rule: Sequence[str] | Callable, device: str, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Casts `given` as autocast on that device does. Float64 and tensors of another device are never
-    cast."""
+    """Casts `given` as autocast on that device does. Float64, integers and tensors of another
+    device are never cast."""
     dtype = torch.get_autocast_dtype(device)
 
     def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -301,15 +306,15 @@ def cast_arguments(
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether the last two dimensions are stored in reverse order. With symbolic strides this adds no
-    guard."""
+    """Whether x is stored as the transpose of its last two dimensions: only the second last has
+    stride 1."""
     return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 
 def cast_as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype). Of a transposed view the stored tensor is cast and the result transposed, as
-    F.linear casts its weight. Inductor's CPU code gives wrong values if several casts of the view
-    itself meet in one kernel (torch 2.13 and 2.14).
+    """x.to(dtype). For a transposed view, the stored tensor is cast and the result is transposed,
+    as F.linear casts its weight. If the view itself is cast several times in one kernel, Inductor's
+    CPU code gives wrong values (torch 2.13 and 2.14).
     """
     return x.mT.to(dtype).mT if is_transposed(x) else x.to(dtype)
 
@@ -329,14 +334,15 @@ def register_flops(op: Op, flops: Callable) -> None:
 
 
 def tag_compiled_code() -> None:
-    """Makes torch.compile's caches on disk tell versions of gpukern apart.
+    """Makes torch.compile's disk caches distinguish versions of gpukern.
 
-    Their keys hold an op's name, but neither its schema nor its behaviour. Code cached before an
-    upgrade would call the new library with the old arguments, strides and gradients.
+    A cache key contains an op's name, but neither its schema nor its behaviour. Code cached before
+    an upgrade would call the new library with the old arguments, strides and gradients.
     `torch.compiler.config.cache_key_tag` is part of every key, so a tag is added to it, once in a
     process. After an upgrade everything is compiled anew.
     """
-    # compiled graphs hold gradients and casts
+    # compiled graphs contain gradients and casts, so the sources that state them are part of the
+    # tag
     rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]
     config = torch.compiler.config
     tag = tag_of([*_schemas(), *rules])
@@ -346,10 +352,11 @@ def tag_compiled_code() -> None:
 
 
 def _schemas() -> list[str]:
-    """The schemas of all ops that the compiled library has registered, ops of several ranks too.
+    """The schemas of all ops that the compiled library has registered, including those that run on
+    several ranks.
 
-    Read by name: torch makes a Python object of each of its own schemas to list them (10.6 ms of an
-    import, by name 3.8).
+    Each schema is read by its name, which takes 3.8 ms of an import. Listing all schemas takes 10.6
+    ms, because torch makes a Python object of each of its own.
     """
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{NAMESPACE}::")]
     parts = [name.partition(".") for name in names]
@@ -357,7 +364,7 @@ def _schemas() -> list[str]:
 
 
 def tag_of(schemas: Sequence[str]) -> str:
-    """Name, version and a digest of schemas and rules. The digest tells builds of one version
-    apart."""
+    """Name, version and a digest of schemas and rules. The digest distinguishes builds of one
+    version."""
     digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest()[:12]
     return f"{NAMESPACE}-{ops.version.default()}-{digest}"

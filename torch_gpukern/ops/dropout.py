@@ -20,17 +20,17 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     """Each element of x is 0 with probability p, else x / (1 - p): in float32, rounded once
     (float64 for float64).
 
-    Which elements are kept follows from x's shape, p and the seed alone: the same on the CPU and on
-    CUDA, eager and compiled, in a captured graph, and in the gradient, which draws the mask again
-    and stores none. A value that is dropped is 0, also where x is NaN.
+    Only x's shape, p and the seed decide which elements are kept. The mask is the same on the CPU
+    and on CUDA, in eager and compiled code and in a captured graph. Backward computes the mask
+    again, so none is stored. A dropped value is 0, also if x is NaN.
 
     Args:
         x: [..., N], float32, bfloat16, float16 or float64. Leading dimensions may have any strides;
-            where the last one is not dense x is copied first.
+            If the last dimension is not contiguous, x is copied first.
         p: 0 to 1.
         seed: int64 [2] on x's device, (seed, offset). By default both are drawn from torch's
-            generator of the device, at p = 0 neither. The numbers are read on the device: who
-            writes others into the tensor gets another mask from a captured graph.
+            generator of the device, unless p = 0. The numbers are read on the device: if you write
+            others into the tensor, a captured graph draws another mask.
 
     Returns:
         x's shape and dtype, contiguous.
@@ -38,10 +38,10 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     Gradients: x, as often as asked for.
 
     Raises:
-        ValueError: p outside 0 to 1; a seed that is no int64 [2] on x's device.
+        ValueError: p outside 0 to 1; a seed that is not int64 [2] on x's device.
 
-    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014); the words are
-    Philox4x32-10's: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
+    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014). Random numbers
+    are Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
     (2011).
     """
     return _of_rows(lambda x: _dropout.call(x, p, drawn(x, p) if seed is None else seed), x)
@@ -63,8 +63,8 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = Non
     dtypes.
 
     Raises:
-        ValueError: shapes or dtypes that do not match; p outside 0 to 1; a seed that is no int64
-        [2] on x's device.
+        ValueError: shapes or dtypes that do not match; p outside 0 to 1; a seed that is not int64
+            [2] on x's device.
 
     Srivastava and others, "Dropout" (2014).
     """
@@ -89,18 +89,18 @@ def bias_gelu_dropout(
         p: 0 to 1.
         seed: as of `dropout`.
         approximate: ``"none"``, x/2 (1 + erf(x / sqrt 2)), or ``"tanh"``, x/2 (1 + tanh(sqrt(2/pi)
-        (x + 0.044715 x^3))).
+            (x + 0.044715 x^3))).
 
     Returns:
         x's shape and dtype, contiguous.
 
-    Gradients: x and bias. Backward reads x and the gradient; the bias's is the sum of x's over all
-    rows, in float32 (float64). Under autocast bias is cast to x's dtype.
-    Not twice differentiable.
+    Gradients: x and bias. Backward reads x and the gradient of the result. The gradient of bias is
+    the sum of x's over all rows. Not twice differentiable. Under autocast bias is cast to x's
+    dtype.
 
     Raises:
         ValueError: shapes or dtypes that do not match; p outside 0 to 1; an unknown approximate; a
-            seed that is no int64 [2] on x's device.
+            seed that is not int64 [2] on x's device.
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv:1606.08415; Srivastava and
     others, "Dropout" (2014).
@@ -111,14 +111,14 @@ def bias_gelu_dropout(
 def dropout_mask(
     shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None
 ) -> Tensor:
-    """What `dropout`, `dropout_add` and `bias_gelu_dropout` keep of an x of this shape: bool, true
-    where kept.
+    """The mask of `dropout`, `dropout_add` and `bias_gelu_dropout` for an x of this shape: bool,
+    true where an element is kept.
 
     Args:
-        shape: x's.
+        shape: x's shape.
         p: 0 to 1.
         seed: int64 [2], (seed, offset).
-        device: the mask's; by default the seed's.
+        device: device of the mask, by default the seed's.
     """
     refuse_non_tensors(f"{NAMESPACE}::dropout_mask", seed=seed)
     device = seed.device if device is None else device
@@ -126,12 +126,12 @@ def dropout_mask(
 
 
 def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
-    """A seed from torch's generator of x's device; None of what is no tensor, which the op refuses
-    by name.
+    """A seed drawn from torch's generator of x's device. None if x is no tensor: the op then raises
+    the error.
 
-    At p = 0 nothing is dropped, so nothing is drawn: as with F.dropout the generator stays, and
-    vmap finds no random operation. A trace draws all the same, because a comparison would be a
-    guard.
+    With p = 0 nothing is drawn. As with F.dropout, the generator's state does not change, and vmap
+    sees no random operation. Traced code draws even with p = 0, because a comparison of p would be
+    a guard.
     """
     if not isinstance(x, Tensor):
         return None
@@ -141,7 +141,7 @@ def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
 
 
 def _of_rows(call, *tensors: Tensor) -> Tensor:
-    """A single number is a row of one."""
+    """Calls `call`. Tensors without a dimension are passed as rows of one element."""
     if (
         isinstance(tensors[0], Tensor)
         and tensors[0].dim() == 0

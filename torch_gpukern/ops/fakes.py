@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fake functions: the results of an op for tensors that have no data.
 
-If all sizes are numbers, the op X_results asks csrc. Its check refuses what the op would refuse, in
-the same words, and the plugin makes the results on meta as it makes them for a call. csrc cannot
-read sizes that are symbols. For those an op states its results' shapes in Python, and `sizes` guards
-on the sizes that must be equal. The call itself refuses the rest.
+If all sizes are numbers, the op X_results asks csrc. It runs the same check as the op, with the
+same errors, and makes the results on the meta device.
+
+csrc cannot read sizes that are symbols. For those, an op states the shapes of its results in Python
+(`symbolic` of define_op), and `sizes` guards on the sizes that must be equal. The op's own check
+runs when the compiled code calls it.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,7 @@ __all__ = ["made", "register", "sizes", "stats_dtype"]
 
 
 def made(op: Op, symbolic: Callable, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The results of op, or of the X of X_fwd, for arguments by name."""
+    """All results of an op X, or of X_fwd, for arguments by name."""
     tensors = [x for x in given.values() if isinstance(x, Tensor)]
     if any(_is_symbolic(x) for x in given.values()):
         return symbolic(**given)
@@ -59,9 +61,11 @@ def _is_symbolic(x: Any) -> bool:
 
 
 def sizes(op: str, **letters: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Sizes by letter: ``sizes("flash_attn", q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"))``. ValueError
-    where a tensor has another number of dimensions, or a letter two sizes; what is None is left
-    out."""
+    """Sizes by letter: ``sizes("flash_attn", q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"))``.
+
+    ValueError if a tensor has another number of dimensions, or if a letter has two sizes. A tensor
+    that is None is skipped.
+    """
     found: dict[str, tuple[int, str]] = {}
     for name, (x, text) in letters.items():
         dims = text.split()
@@ -80,6 +84,5 @@ def sizes(op: str, **letters: tuple[Tensor | None, str]) -> dict[str, int]:
 
 
 def stats_dtype(first: Tensor) -> torch.dtype:
-    """The dtype of sums, of lse, sinks and slopes: float64 where the op computes in float64, else
-    float32."""
+    """The dtype of sums, lse, sinks and slopes: float64 for float64 tensors, else float32."""
     return torch.float64 if first.dtype is torch.float64 else torch.float32

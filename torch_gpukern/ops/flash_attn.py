@@ -2,7 +2,7 @@
 """flash_attn: the public function and its declaration: fake function, gradients, autocast rule,
 FLOPs, vmap.
 
-Its types by the value of return_lse are made from its signature at build time (cmake/stubs.py).
+The build makes overloads by the value of return_lse from its signature (cmake/stubs.py).
 """
 
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -55,7 +55,7 @@ def flash_attn(
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention, without ever holding the matrix of scores.
+    """Attention that never stores the matrix of scores.
 
     ``out = softmax(scale * q k^T + ...) v`` over the keys that a query sees and its head's sink.
 
@@ -74,78 +74,76 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64. None
-            is 1 / sqrt(D).
-        diagonal: the key index at which query 0 stands. 0 is the convention of
-            ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
-            bottom-right one, or q_start where each sequence has its own.
+        scale: factor of the scores, finite, |scale| <= 1e38 unless q is float64. None is
+            1 / sqrt(D).
+        diagonal: the key index that query 0 is aligned with. 0 is the convention of
+            ``F.scaled_dot_product_attention`` and ``torch.tril``. Pass ``Sk - Sq`` for the
+            bottom-right convention, or q_start if each sequence has its own diagonal.
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
-        softcap: bound of the scores, a finite number. 0 switches it off, and so does one that no
-            score comes near.
+        softcap: bound of the scores, finite. 0 switches it off. A softcap far above all scores has
+            no effect.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
         sinks: [Hq] float32 or q's dtype (float64 with float64 inputs), differentiable: one more
-            logit per head, neither scaled nor capped. It takes probability and adds no value. -inf
-            switches it off.
+            logit per head, neither scaled nor capped. It enters the softmax's sum but adds no
+            value. -inf switches it off.
         kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only. Positions stay key
             indices.
         kv_end: [B] int32: sequence b sees keys ``j < kv_end[b]`` only. Both are clamped to [0, Sk];
-            together they take the place of a padding mask, for padding on either side.
+            together they replace a padding mask, for padding on either side.
         q_start: [B] int32: the diagonal of each sequence, on the device. Query i of sequence b
-            stands at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static
+            is aligned with key ``i + q_start[b]``, for is_causal, windows and ALiBi. So a static
             cache, a chunk of a prompt or a captured graph needs no number on the host. diagonal must
             then be 0.
-        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined
-            with others by `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or
-            float32.
-        q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H],
-            or [B, H, ceil(S / 128)], one for each 128 tokens; None is 1. `quantize_attn` makes
-            them.
-        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v. A row of out gets it
-            times the probability of its keys.
-        accumulate: ``"fast"`` may round weights to e4m3, 2.5 % each, and sums all keys as tensor
-            cores of 8 bits do. They lose up to 1 % of the values' mean at 8k keys and 2 % at 30k,
-            unless v_mean stands for it. ``"precise"`` sums in float32, as kernels of 16 and 32 bits
-            and the CPU always do. ``"auto"`` is fast with a v_mean, else precise. `explain` says
-            which.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: 0 to
-            1; float8_e4m3fn has none. lse and a row's sum are of all of them.
-        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:
-            `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
-            device. They are read on the device: who writes others into the tensor gets another mask
-            from a captured graph.
+        out_dtype: dtype of out. None is q's. On the CPU float32 too, which returns unrounded
+            results for `attn_merge`. For float8_e4m3fn inputs: bfloat16 (None), float16 or float32.
+        q_scale, k_scale, v_scale: for float8_e4m3fn: the scales of the codes, float32 [], [H],
+            [B, H], or [B, H, ceil(S / 128)], one for each 128 tokens. None is 1. `quantize_attn`
+            returns them.
+        v_mean: for float8_e4m3fn: float32 [Hkv, Dv] or [B, Hkv, Dv], added to every value of v.
+            A row of out gets v_mean times the sum of its keys' probabilities.
+        accumulate: for float8_e4m3fn. ``"fast"`` may round weights to e4m3, with a relative error
+            of 2.5 % each, and sums all keys in the 8-bit tensor cores. Their sums lose up to 1 % of
+            the mean of the values at 8k keys and 2 % at 30k, unless v_mean holds that mean.
+            ``"precise"`` sums in float32, as the CPU and all kernels for 16 and 32 bits do.
+            ``"auto"`` is fast with a v_mean, else precise. `explain` says which.
+        dropout_p: 0 to 1. Each probability is set to 0 with this probability, and otherwise divided
+            by 1 - dropout_p. lse and the softmax's sum ignore dropout. float8_e4m3fn has none.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which decides what is kept.
+            `attn_dropout_mask` returns the mask. By default both are drawn from torch's generator
+            of the device. They are read on the device: if you write others into the tensor, a
+            captured graph draws another mask.
         attn_mask: bool, broadcastable to [B, Hq, Sq, Sk], true where the query sees the key; or an
-            `AttnMask`, which is built once for many calls and skips tiles of 128 x 128 that are
-            hidden. A query sees the keys that attn_mask, is_causal, windows and lengths all show. A
-            float mask is a bias.
+            `AttnMask`, which is built once for many calls and skips hidden tiles of 128 x 128. A
+            query sees the keys that attn_mask, is_causal, windows and lengths all allow. Pass a
+            float mask as bias.
         bias: 2 to 4 dimensions, broadcastable to [B, Hq, Sq, Sk], q's dtype or float32,
-            differentiable; any strides. -inf and the lowest finite number of its dtype hide the
+            differentiable, any strides. -inf and the lowest finite number of its dtype hide the
             key.
         distance_bias: [Hq, Sq + Sk - 1] or [1, Sq + Sk - 1] float32 (float64 with float64 inputs),
-            differentiable: a bias by the distance of key and query. It ignores diagonal and does
-            not go with q_start.
+            differentiable: a bias by the distance of key and query. It ignores diagonal and cannot
+            be combined with q_start.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype), stored [B, Sq, Hq, Dv] if ``q.stride(1) <
-        q.stride(2)``, else as its shape says, dense. With return_lse also lse [B, Hq, Sq],
-        contiguous, float32
-        (float64 with float64 inputs): the natural logarithm of the sum of exp(s), sink included. A
-        query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
-        query of their sequence sees may hold NaN; with attn_mask or a bias so may every hidden
-        pair.
+        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype). It is stored [B, Sq, Hq, Dv] if
+        ``q.stride(1) < q.stride(2)``, else contiguous. With return_lse also lse [B, Hq, Sq],
+        contiguous, float32 (float64 with float64 inputs): the natural logarithm of the sum of
+        exp(s), sink included. A query that sees no key has out 0 and lse -inf (its sink, if it has
+        one). Keys that no query of their sequence sees may hold NaN. With attn_mask or a bias,
+        every hidden pair may.
 
-    float8_e4m3fn has no gradient: NotImplementedError. Autocast leaves it alone; sinks are float32
-    or have the result's dtype.
+    float8_e4m3fn has no gradient: NotImplementedError. Autocast does not cast it. sinks are then
+    float32 or have the result's dtype.
 
-    Gradients: q, k, v, sinks, bias and distance_bias, from those of out and lse; rows that see no
-    key have none. Those of q, k and v are stored by the rule of out, the others have their input's
-    dtype; those of biases are summed in float32 over what broadcasts. A second backward raises
-    NotImplementedError.
+    Gradients: q, k, v, sinks, bias and distance_bias, from the gradients of out and lse. Rows that
+    see no key have gradient 0. The gradients of q, k and v are stored as out is. The others have
+    their input's dtype. Those of biases are summed in float32 over broadcast dimensions. A second
+    backward raises NotImplementedError.
 
-    Under autocast q, k and v are cast, and sinks of 16 bits. With GPUKERN_DEBUG=1 in the
-    environment a q and a k whose dimensions 1 and 2 look swapped are warned of.
+    Under autocast q, k and v are cast, and 16-bit sinks too. With GPUKERN_DEBUG=1 in the
+    environment, a warning is given if dimensions 1 and 2 of q and k look swapped.
 
     Raises:
         ValueError: a shape, dtype, device, window, softcap or NaN that the op does not take, or
@@ -173,7 +171,7 @@ def flash_attn(
         if not (attn_mask is bias is distance_bias is None):
             op = _flash_attn_masked.all if return_lse else _flash_attn_masked
             op = Scored(op, scores_of("flash_attn", q, k, attn_mask, bias, distance_bias))
-    # by place, and not as a tuple: a call with *arguments takes 0.2 us longer
+    # written out, because a call with *arguments takes 0.2 us longer
     return op.call(
         q,
         k,
@@ -222,8 +220,8 @@ def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, grad_dtype, **_):
 
 
 def _pairs(q, k, is_causal, diagonal, window_left, window_right, q_start=None, **_) -> int:
-    """Of query and key, over all batches and heads. q_start is contents: the last query then counts
-    as standing at the last key.
+    """Pairs of query and key, over all batches and heads. q_start cannot be read here. If it is
+    given, the last query is taken to be aligned with the last key.
     """
     if q_start is not None:
         diagonal = k[2] - q[2]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn_accumulate: the raw op, attention that joins the attention over other keys
-(csrc/include/gpukern.h).
+"""flash_attn_accumulate: the raw op that computes attention over some keys and merges it into the
+attention over other keys (csrc/include/gpukern.h).
 
     flash_attn_accumulate(q, k, v, out, lse, is_causal=False, ...the rules of flash_attn)
 
-out [B, Hq, Sq, Dv], float32 (float64 with float64) with any leading strides, and lse [B, Hq, Sq]
-become what ``attn_merge(out, lse, *flash_attn_fwd(q, k, v, ..., out_dtype=out.dtype))`` gives, to
-the last places. A row that saw nothing so far has lse -inf, and its out may hold anything; a sink
-belongs to one of the calls that are joined. No gradient, no dropout.
+out is [B, Hq, Sq, Dv] float32 (float64 with float64) with any leading strides, lse [B, Hq, Sq].
+Both become what ``attn_merge(out, lse, *flash_attn_fwd(q, k, v, ..., out_dtype=out.dtype))``
+returns, up to rounding. A row that has seen no key so far has lse -inf, and its out may hold
+anything. Only one of the merged calls may have a sink. No gradient, no dropout.
 """
 
 from functools import partial

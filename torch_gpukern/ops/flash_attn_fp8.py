@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v: the declarations of the ops that
-serve them. What they mean stands at the public functions, flash_attn.py and flash_attn_varlen.py,
-which call them here."""
+"""flash_attn and flash_attn_varlen with float8_e4m3fn q, k and v: declarations of the ops that
+serve them. The public functions in flash_attn.py and flash_attn_varlen.py call them and document
+the arguments."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ FP8 = torch.float8_e4m3fn
 def refuse_scales(
     name: str, q: Any, q_scale: Any, k_scale: Any, v_scale: Any, v_mean: Any, accumulate: Any
 ) -> None:
-    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales and
-    v_mean; accumulate it must know."""
+    """Refuses arguments that only float8_e4m3fn calls have. ValueError if scales or v_mean are
+    given, or if accumulate is an unknown word."""
     given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "v_mean": v_mean}
     for argument, x in given.items():
         if x is not None:
@@ -43,7 +43,7 @@ def refuse_scales(
 
 
 def refuse_dropout(name: str, p: Any) -> None:
-    """ValueError: weights of 8 bits are for inference."""
+    """ValueError unless p is 0: attention with 8-bit inputs is for inference."""
     if p != 0:
         raise ValueError(
             f"{NAMESPACE}::{name}: dropout_p must be 0 where q is float8_e4m3fn, got {p}"
@@ -51,8 +51,8 @@ def refuse_dropout(name: str, p: Any) -> None:
 
 
 class Coded:
-    """The op of codes, called as the op `plain` of other dtypes is: it takes the arguments up to
-    out_dtype, and its own scales."""
+    """Calls the float8_e4m3fn op with the arguments of `plain`, the op of the other dtypes: those
+    up to out_dtype, then the scales. An argument behind out_dtype must have its default."""
 
     def __init__(self, op: Op, plain: Op, *scales: Any):
         self.op, self.plain, self.scales = op, plain, scales
@@ -61,7 +61,7 @@ class Coded:
         shared, plain = self.op.places["q_scale"], self.plain
         for name, default, x in zip(plain.names[shared:], plain.defaults[shared:], args[shared:]):
             given = x is not None if default is None else x != default
-            if given and name not in ("dropout_p", "dropout_seed"):  # refuse_dropout has seen those
+            if given and name not in ("dropout_p", "dropout_seed"):  # refuse_dropout checked those
                 raise ValueError(
                     f"{self.op.said}: {name} must be left out where q is float8_e4m3fn"
                 )
@@ -89,7 +89,7 @@ def varlen_symbolic(q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, **_):
 
 
 def declare(name: str, symbolic: Any, flops: Any) -> Any:
-    """The op `name`_fp8, which speaks of itself as `name`."""
+    """Declares the op `name`_fp8. Its errors call it `name`."""
     op = define_op(
         f"{name}_fp8",
         symbolic=symbolic,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn_into: the raw op, attention whose results go to the caller's memory.
+"""flash_attn_into: the raw op that writes the results of attention into given tensors.
 
     flash_attn_into(q, k, v, out, lse, is_causal=False, ...the rules of flash_attn)
 
-out [B, Hq, Sq, Dv], q's dtype or float32, may have any leading strides: some of a larger tensor's
-rows. lse [B, Hq, Sq] is contiguous. Both become what ``flash_attn_fwd(q, k, v, ...,
+out is [B, Hq, Sq, Dv] in q's dtype or float32. It may have any leading strides, so it may be a part
+of a larger tensor. lse [B, Hq, Sq] is contiguous. Both become what ``flash_attn_fwd(q, k, v, ...,
 out_dtype=out.dtype)`` returns. No gradient, no dropout.
 """
 

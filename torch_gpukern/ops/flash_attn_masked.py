@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn with a mask or a bias: the op that serves such calls, declared, and what `flash_attn`
-hands it.
+"""flash_attn with a mask or a bias: the declaration of the op that serves such calls, and the
+conversion of their arguments.
 
-What the arguments mean stands at the public function, flash_attn.py, which calls `scores_of` and
-the op here.
+`flash_attn` in flash_attn.py calls `scores_of` and this op, and documents the arguments.
 """
 
 from typing import Any
@@ -19,7 +18,8 @@ __all__ = ["Scored", "declare", "refuse_scores", "scores_of"]
 
 
 class Scored:
-    """The op with a mask or a bias, called as flash_attn is."""
+    """Calls the masked op with flash_attn's arguments: `scores`, its own arguments, are inserted
+    after v."""
 
     def __init__(self, op: Op, scores: tuple):
         self.op, self.scores = op, scores
@@ -29,7 +29,7 @@ class Scored:
 
 
 def refuse_scores(name: str, attn_mask: Any, bias: Any, distance_bias: Any, where: str) -> None:
-    """ValueError where one is given to attention that takes none."""
+    """ValueError if a mask or bias is given to attention that takes none."""
     given = {"attn_mask": attn_mask, "bias": bias, "distance_bias": distance_bias}
     for argument, x in given.items():
         if x is not None:
@@ -44,8 +44,8 @@ def scores_of(
     bias: Tensor | None,
     distance_bias: Tensor | None,
 ) -> tuple:
-    """The op's own arguments: the stored mask, its store and lengths, bias of 4 dimensions,
-    distance_bias."""
+    """The op's own arguments: the stored mask, the kind of store, its two lengths, bias with 4
+    dimensions, distance_bias."""
     from ..masks import AttnMask, attn_mask_of  # masks imports this package
 
     if attn_mask is not None and not isinstance(attn_mask, AttnMask):
@@ -81,7 +81,7 @@ def _broadcast(name: str, argument: str, mask: Tensor, q: Tensor, k: Tensor) -> 
         )
     mask = _four_dims(name, argument, mask)
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if not is_compiling():  # of a compiler's tensors `expand` and the op's check say it
+    if not is_compiling():  # while compiling, `expand` and the op's check raise
         if not all(own in (1, all_) for own, all_ in zip(mask.shape, full, strict=True)):
             raise ValueError(
                 f"{NAMESPACE}::{name}: {argument} must broadcast to {list(full)}, got "
@@ -137,14 +137,14 @@ def _bwd_symbolic(
 
 
 def _autocast(dtype, to, q, bias, **rest):
-    """As flash_attn's; a bias of 16 bits follows q, as sinks do."""
+    """flash_attn's rule. A 16-bit bias is cast to q's dtype, as sinks are."""
     cast = attention.autocast(dtype, to, q=q, **rest)
     short = attention.sinks_as(cast["q"].dtype, to, bias)
     return cast | ({"bias": short["sinks"]} if short else {})
 
 
 def declare(flops: Any, bwd_flops: Any) -> Any:
-    """The op flash_attn_masked, which speaks of itself as flash_attn."""
+    """Declares the op flash_attn_masked. Its errors call it flash_attn."""
     bwd = define_op(
         "flash_attn_masked_bwd",
         symbolic=_bwd_symbolic,

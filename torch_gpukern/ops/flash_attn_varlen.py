@@ -2,7 +2,7 @@
 """flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast
 rule, FLOPs, vmap.
 
-Its types by the value of return_lse are made from its signature at build time (cmake/stubs.py).
+The build makes overloads by the value of return_lse from its signature (cmake/stubs.py).
 """
 
 from typing import Literal, NoReturn
@@ -47,7 +47,7 @@ def flash_attn_varlen(
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn over sequences of different lengths, packed one after the other, no padding.
+    """flash_attn over sequences of different lengths, packed one after the other without padding.
 
     For each sequence b of Sq_b queries and Sk_b keys::
 
@@ -62,47 +62,44 @@ def flash_attn_varlen(
             copied first.
         cu_seqlens_q: [B + 1] int32, starts at 0 and does not decrease.
         cu_seqlens_k: [B + 1] int32, likewise.
-        max_seqlen_q: upper bound of the sequences' query lengths; it sizes the launch and nothing
-            else.
+        max_seqlen_q: upper bound of the sequences' query lengths. It only sizes the launch.
         max_seqlen_k: upper bound of the sequences' key lengths.
         is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None
-        is
+        scale: factor of the scores, finite, |scale| <= 1e38 unless q is float64. None is
             1 / sqrt(D).
-        window_left: keys before the diagonal that a query sees; -1 is no bound. Counted, like
-            ALiBi's distance, from the same bottom-right diagonal.
+        window_left: keys before the diagonal that a query sees; -1 is no bound. Windows and ALiBi
+            count from the same bottom-right diagonal.
         window_right: keys after the diagonal that a query sees; -1 is no bound.
         softcap, sinks: as in `flash_attn`.
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
-        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined
-            with others by `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or
-            float32.
+        out_dtype: dtype of out. None is q's. On the CPU float32 too, which returns unrounded
+            results for `attn_merge`. For float8_e4m3fn inputs: bfloat16 (None), float16 or float32.
         q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen /
-            128)], blocks counted from a sequence's first token.
+            128)]. Blocks of 128 tokens are counted from a sequence's first token.
         v_mean, accumulate: as in `flash_attn`.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: 0 to
-            1; float8_e4m3fn has none. lse and a row's sum are of all of them.
-        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:
-            `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
-            device. They are read on the device: who writes others into the tensor gets another mask
-            from a captured graph.
+        dropout_p: 0 to 1. Each probability is set to 0 with this probability, and otherwise divided
+            by 1 - dropout_p. lse and the softmax's sum ignore dropout. float8_e4m3fn has none.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which decides what is kept.
+            `attn_dropout_mask` returns the mask. By default both are drawn from torch's generator
+            of the device. They are read on the device: if you write others into the tensor, a
+            captured graph draws another mask.
         return_lse: return ``(out, lse)``.
 
     Returns:
         out [Tq, Hq, Dv] contiguous in q's dtype; with return_lse also lse [Tq, Hq], contiguous,
         float32 (float64 with float64 inputs). Tokens at or after ``cu_seqlens_q[B]`` belong to no
-        sequence: out 0, lse -inf.
+        sequence. They have out 0 and lse -inf.
 
-    Gradients: q, k, v and sinks, from those of out and lse; tokens that belong to no sequence have
-    none. A second backward raises NotImplementedError.
+    Gradients: q, k, v and sinks, from the gradients of out and lse. Tokens that belong to no
+    sequence have gradient 0. A second backward raises NotImplementedError.
 
-    Under autocast q, k and v are cast, and sinks of 16 bits.
+    Under autocast q, k and v are cast, and 16-bit sinks too.
 
     Raises:
         ValueError: a shape, dtype, device or value that the op does not take, or alibi_slopes that
             require a gradient.
-        IndexError: on the CPU, contents of cu_seqlens: decreasing, past the tokens, or longer than
-            max_seqlen. On CUDA such rows give 0 and the next call or `check_errors` reports them.
+        IndexError: on the CPU, bad contents of cu_seqlens: decreasing, past the tokens, or longer
+            than max_seqlen. On CUDA such rows give 0, and the next call or `check_errors` raises.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
@@ -166,9 +163,9 @@ def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, grad_dtype, **_):
 def _pairs(
     q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, **_
 ) -> int:
-    """Of query and key, over all heads: an upper bound, as if each sequence had max_seqlen_q
-    queries and max_seqlen_k keys. Shapes tell how many sequences and tokens there are, not how long
-    each sequence is.
+    """An upper bound of the pairs of query and key, over all heads: as if each sequence had
+    max_seqlen_q queries and max_seqlen_k keys. Shapes give the number of sequences and tokens, but
+    not the length of each sequence.
     """
     bounds = (
         max_seqlen_q,

@@ -34,43 +34,42 @@ def gemm(
     fp32_precision: Precision | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Matrix product with what usually follows it, in one pass over the result.
+    """Matrix product with scale, bias, another addend and an activation, in one kernel.
 
     ``out = activation(alpha * (a @ b) + beta * c + bias)``
 
-    All of it up to and including the activation is computed in float32 (float64 for float64 inputs)
-    and rounded once.
+    Everything is computed in float32 (float64 for float64 inputs), and the result is rounded once.
 
     Args:
-        a: [..., M, K] float32, bfloat16, float16 or float64. Any strides: a transposed view costs
-            no copy.
+        a: [..., M, K] float32, bfloat16, float16 or float64, any strides. A transposed view is not
+            copied.
         b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
-            ``torch.matmul``; both operands have at least two dimensions.
+            ``torch.matmul``. Both operands have at least two dimensions.
         bias: [N] in a's dtype or out_dtype.
-        c: a's dtype, or float32 beside 16 bits. It broadcasts to the result [..., M, N] and never
-            enlarges it. With ``beta=0`` it is not read and may hold anything.
-        alpha: factor of the product; unless a is float64 a number that float32 holds.
+        c: in a's dtype, or float32 for a 16-bit a. It broadcasts to the result [..., M, N] and
+            never enlarges it. With ``beta=0`` it is not read and may hold anything.
+        alpha: factor of the product. Unless a is float64, it must be within float32's range.
         beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
             (x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))) or ``"silu"`` (x / (1 + exp(-x))).
         out_dtype: dtype of the result: a's dtype (the default) or float32.
-        fp32_precision: ``"ieee"`` or ``"tf32"``, for float32 on CUDA; None takes torch's own
-            setting (``torch.backends.cuda.matmul.fp32_precision``). The CPU always computes ieee
-            float32.
+        fp32_precision: ``"ieee"`` or ``"tf32"``, for float32 on CUDA. None takes torch's setting,
+            ``torch.backends.cuda.matmul.fp32_precision``. The CPU always computes ieee float32.
 
     Returns:
         [..., M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``.
 
     Gradients: a, b, bias and c, each in its own dtype, summed over broadcast dimensions in float32.
-    The op is twice differentiable, with an activation too. A float32 gradient of a 16-bit product
-    (``out_dtype=torch.float32``) is rounded to the inputs' dtype before it is multiplied.
+    The op is twice differentiable, also with an activation. With ``out_dtype=torch.float32`` and
+    16-bit inputs, the float32 gradient of the result is rounded to the inputs' dtype before it is
+    multiplied.
 
-    Under autocast a, b, bias and c are cast; out_dtype, where given, still is the dtype of the
+    Under autocast a, b, bias and c are cast. If out_dtype is given, it remains the dtype of the
     result.
 
     Raises:
-        ValueError: a shape, dtype, device, activation name or precision that the op does not take;
-            the text names the argument, what was expected and what was given.
+        ValueError: a shape, dtype, device, activation name or precision that the op does not take.
+            The text names the argument, what was expected and what was given.
 
     The loops are those of Goto and van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication" (2008).
@@ -83,13 +82,13 @@ def gemm(
     return _gemm.call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
 
-# torch.backends.cuda.matmul.fp32_precision, without 0.6 us of attributes
+# torch.backends.cuda.matmul.fp32_precision, without 0.6 us of attribute look-ups
 def _torch_allows_tf32() -> bool:
     return _fp32_precision_of("cuda", "matmul") == "tf32"
 
 
-# What torch.compiler.assume_constant_result sets, which would import all of torch._dynamo to set
-# it. Dynamo can trace the older allow_tf32, but that raises where the setting was made through
+# This is what torch.compiler.assume_constant_result sets, without its import of torch._dynamo.
+# Dynamo can trace the older allow_tf32, but reading allow_tf32 raises if the user set
 # fp32_precision.
 setattr(_torch_allows_tf32, "_dynamo_marked_constant", True)  # noqa: B010 (typed as a function)
 
@@ -128,7 +127,8 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, how: dict) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete."""
+    """x @ y, summed over the dimensions that broadcasting added to `shape`. The sum is float32 and
+    is rounded once."""
     if torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
         return _gemm.call_named(a=x, b=y, **how)
     acc = fakes.stats_dtype(x)
@@ -136,16 +136,16 @@ def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, how: dict) -> Tenso
 
 
 def _reads_preact(args) -> bool:
-    # relu's derivative shows in its output
+    # relu's derivative follows from its output, so preact is not needed
     return len(args) > 2 and _gemm.value(args, "activation") not in ("none", "relu")
 
 
-_KEPT = {"forms": ()}  # of a and b alone, both kept: their forms are read in the backward
+_KEPT = {"forms": ()}  # if both a and b are kept, backward reads shapes and dtypes from them
 
 
 def _save(needs, args, out, preact):
-    """Keeps an operand only if the other operand's gradient reads it. Of the others shape and dtype are
-    enough."""
+    """Keeps an operand only if the other operand's gradient reads it. For tensors that are not
+    kept, `forms` has shape and dtype."""
     a, b = args[:2]
     if len(args) == 2 and needs[0] and needs[1]:
         return (a, b, None), _KEPT
@@ -172,8 +172,8 @@ def _backward(
     grad_preact,
     **_,
 ):
-    """grad_out is [..., M, N] in the dtype of the result. grad_preact has the same form. It comes from
-    a second derivative, which goes through the value before the activation.
+    """grad_out is [..., M, N] in the dtype of the result, grad_preact likewise. grad_preact arises
+    in a second derivative, which differentiates through the value before the activation.
     """
     if forms:
         (shape_a, dtype), (shape_b, transposed) = forms[:2]
@@ -193,11 +193,11 @@ def _backward(
     elif "a" in needs:
         made["a"] = _summed_product(g, b.mT, shape_a, how)
     if "b" in needs:
-        if one and len(shape_a) > 2:  # the sum over the batch is part of the product
+        if one and len(shape_a) > 2:  # one product over the rows of all batches sums over the batch
             rows = parallel.as_rows(a, g)
             one = rows is not None
             a, g = rows if one else (a, g)
-        if one and transposed:  # stored as b is, the weight of a linear layer
+        if one and transposed:  # the gradient is stored as b is: the weight of a linear layer
             made["b"] = _gemm.call_named(a=g.mT, b=a, **how).mT
         elif one:
             made["b"] = _gemm.call_named(a=a.mT, b=g, **how)
@@ -218,8 +218,8 @@ def _save_of_act_bwd(needs, args, grad_in):
 
 
 def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
-    """The gradients of grad_out * f'(saved). That of saved uses f'' below, whose own derivatives are
-    PyTorch's."""
+    """The gradients of grad_out * f'(saved). That of saved uses f'' below, in PyTorch operations,
+    so that autograd can differentiate it further."""
     made = {}
     if "grad_out" in needs:
         made["grad_out"] = _gemm_act_bwd.call_named(
@@ -233,8 +233,8 @@ def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
 
 
 def _second_derivative(activation: str, x: Tensor) -> Tensor:
-    """f''(x). x is clamped to where f'' is 0 in float64, because beyond it a factor would be inf
-    beside that 0."""
+    """f''(x). x is clamped to a range outside which f'' is 0 in float64. Without the clamp a factor
+    may be inf, and inf * 0 is NaN."""
     if activation == "silu":
         x = x.clamp(-800, 800)
         s = x.sigmoid()

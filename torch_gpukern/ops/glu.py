@@ -16,10 +16,10 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)), in float32, rounded once (float64 for float64).
 
     Args:
-        gate: [..., N], float32, bfloat16, float16 or float64; without up [..., 2 N], gate in the
-            first half of the last dimension and up in the second, as a product with both weights
-            side by side gives them. Leading dimensions may have any strides; where the last one is
-            not dense it is copied first.
+        gate: [..., N], float32, bfloat16, float16 or float64. Without up [..., 2 N]: gate is the
+            first half of the last dimension and up the second, as a product with both weights side
+            by side returns them. Leading dimensions may have any strides. If the last dimension is
+            not contiguous, the tensor is copied first.
         up: gate's shape and dtype.
 
     Returns:
@@ -42,12 +42,12 @@ def geglu(
     """gelu(gate) * up, in float32, rounded once (float64 for float64).
 
     Args:
-        gate: [..., N], float32, bfloat16, float16 or float64; without up [..., 2 N], gate in the
-            first half of the last dimension and up in the second. Leading dimensions may have any
-            strides; where the last one is not dense it is copied first.
+        gate: [..., N], float32, bfloat16, float16 or float64. Without up [..., 2 N]: gate is the
+            first half of the last dimension and up the second. Leading dimensions may have any
+            strides. If the last dimension is not contiguous, the tensor is copied first.
         up: gate's shape and dtype.
         approximate: ``"none"``, x/2 (1 + erf(x / sqrt 2)), or ``"tanh"``, x/2 (1 + tanh(sqrt(2/pi)
-        (x + 0.044715 x^3))).
+            (x + 0.044715 x^3))).
 
     Returns:
         [..., N] contiguous, in gate's dtype.
@@ -57,7 +57,7 @@ def geglu(
 
     Raises:
         ValueError: shapes or dtypes that do not match; an odd last dimension without up; an unknown
-        approximate.
+            approximate.
 
     Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """

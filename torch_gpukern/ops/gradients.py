@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The autograd.Functions of an op, made from its declaration in define_op: one for an eager call, one
+"""The autograd.Functions of an op, made from its declaration in define_op: one for eager calls, one
 for torch.func's transforms."""
 
 import inspect
@@ -24,7 +24,7 @@ def no_forward_mode(op: Op) -> str:
 
 
 def differentiate(
-    door: Op,
+    variant: Op,
     op: Op,
     backward: Callable,
     save: Callable | None,
@@ -32,33 +32,33 @@ def differentiate(
     reads_all: Callable | None,
     without_gradient: Sequence[str],
 ) -> None:
-    """Sets differentiate and transformed of `door`, which is op or op.all. The other arguments are
-    those of define_op."""
+    """Sets `differentiate` and `transformed` of `variant`, which is op or op.all. The other
+    arguments are those of define_op."""
     rules = _Rules(op.all, backward, save, saved, without_gradient)
-    first = door is not op.all
+    first = variant is not op.all
     fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
     if reads_all is not None:
-        # The tensor that backward reads is a result of the Function, though not of the call. So it
-        # has a history if a gradient is differentiated again, and it costs no memory of its own.
+        # Backward reads a tensor that the Function returns and the call does not. As a result of
+        # the Function it has a history for second derivatives.
         of_first = _fast_of_first(rules, op.below)
 
         def fast(*args):
             return of_all(*args)[0] if reads_all(args) else of_first(*args)
 
-    slow = _with_setup_context(door, rules)
+    slow = _with_setup_context(variant, rules)
 
     def transformed(*args):
         results = slow.apply(*args)
         return results[0] if first else results
 
-    door.differentiate, door.transformed = fast, transformed
+    variant.differentiate, variant.transformed = fast, transformed
 
 
 class _Rules:
-    """What forward keeps, and the gradients that backward makes of it, both by name.
+    """Selects by name what forward keeps, and calls backward with it.
 
-    Forward must be fast, so places are worked out here once, for each number of arguments that a
-    call may have.
+    Forward must be fast. So the constructor finds the positions of all arguments once, for each
+    number of arguments that a call may have.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _Rules:
             names = (self.saved, self.other_names, self.grad_names)
             parts = [part[:n] for part, n in zip(names, counts, strict=True)]
             order = self.orders[counts] = tuple(itertools.chain(self.defaults, *parts))
-        # one dict of all at once: a later name replaces its default
+        # defaults come first, so that a later value of the same name replaces them
         given = (*self.default_values, *tensors, *others, *grads)
         values = dict(zip(order, given, strict=True))
         if self.save is not None:
@@ -142,8 +142,8 @@ def _getter(places: Any) -> Callable[[Sequence], tuple]:
 
 
 def _fast_of_first(rules: _Rules, below: Callable) -> Callable:
-    """The form for a call whose backward reads none of the results but the first, which is the only
-    one that `below` makes."""
+    """The form for a call whose backward reads no result but the first. `below` computes only that
+    one."""
     keep = rules.keep
 
     def forward(ctx, *args):
@@ -164,8 +164,8 @@ def _backward_of(rules: _Rules) -> Callable:
 
 
 def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
-    """The form for an eager call: forward saves its context itself, and arguments come without trailing
-    defaults."""
+    """The form for an eager call. Forward saves its context itself, and arguments come without
+    trailing defaults."""
     keep = rules.keep
 
     def forward_of_first(ctx, *args):
@@ -199,7 +199,7 @@ def _with_setup_context(op: Op, rules: _Rules) -> type[Function]:
     every = rules.op
 
     def forward(*args):
-        return every.bare(*args)  # under vmap this calls the op's rule
+        return every.unguarded(*args)  # under vmap this calls the op's rule
 
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
@@ -231,8 +231,8 @@ def _function(name: str, **members: Any) -> type[Function]:
 
 
 def _apply_of(function: type[Function]) -> Callable:
-    """function.apply without torch's 5 us of preparation for torch.func, which this form cannot
-    serve."""
+    """function.apply without the 5 us in which torch prepares for torch.func. This form does not
+    serve torch.func."""
     return super(Function, function).apply
 
 
@@ -240,15 +240,16 @@ def _apply_of(function: type[Function]) -> Callable:
 
 
 def refuse(op: Op, reason: str) -> None:
-    """Sets op.differentiate and op.transformed for an op without a gradient: a backward raises
-    NotImplementedError. torch by itself would pass zeros without a word."""
+    """Sets op.differentiate and op.transformed for an op without a gradient. A backward through it
+    raises NotImplementedError. Without this, torch would silently
+    return zeros."""
     message = f"{NAMESPACE}::{reason}"
 
     def fast_forward(ctx, *args):
         return op.below(*args)
 
     def forward(*args):
-        return op.bare(*args)
+        return op.unguarded(*args)
 
     def setup_context(ctx, inputs, output):
         pass

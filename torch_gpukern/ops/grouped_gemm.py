@@ -28,38 +28,42 @@ def grouped_gemm(
     accumulate: Accumulate = "precise",
     **unknown: NoReturn,
 ) -> Tensor:
-    """Products of groups, in one call: what a mixture of experts multiplies, and the gradient of
-    its weights.
+    """Products of several groups in one call: the experts of a mixture, and the gradients of their
+    weights.
 
-    Groups of rows, b [G, K, N]: ``out[offs[g - 1]:offs[g]] = activation(a[offs[g - 1]:offs[g]] @
-    b[g] + bias)``. Rows at or past the last end are 0, and what a holds there, NaN too, has no
-    effect. Groups of k, b [K, N]:
-    ``out[g] = activation(a[:, offs[g - 1]:offs[g]] @ b[offs[g - 1]:offs[g]] + bias)``. Ends need no
-    alignment, groups may be empty, and ends on a GPU are read there.
+    With b [G, K, N], groups are rows of a: ``out[offs[g - 1]:offs[g]] = activation(a[offs[g -
+    1]:offs[g]] @ b[g] + bias)``. Result rows after the last group are 0, whatever a holds there.
+
+    With b [K, N], groups are ranges of k: ``out[g] = activation(a[:, offs[g - 1]:offs[g]] @
+    b[offs[g - 1]:offs[g]] + bias)``.
+
+    Groups need no alignment and may be empty. On CUDA offs is read on the device.
 
     Args:
-        a: [M, K] float32, bfloat16 or float16, or float8_e4m3fn, float8_e5m2; any strides.
-        b: [G, K, N] or [K, N] of a's dtype, of 8-bit floats either; any strides.
-        offs: [G] int32: where groups end.
-        scale_a: of 8 bits: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`, counted
-        over all of a; groups of k: [M, 1]. scale_b: likewise [] or [G, Sk, Sn]; groups of k: [1,
-        N].
-        bias: [N] or [G, N], float32 or the dtype of a 16-bit result; beside a float32 result any of
-        16 bits too. activation: as in `gemm`.
-        out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
-        accumulate: as in `scaled_gemm`; wider operands are always summed in float32, and take
-        ``"precise"`` alone.
+        a: [M, K] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, any strides.
+        b: [G, K, N] or [K, N] in a's dtype, any strides. The two 8-bit dtypes may be mixed.
+        offs: [G] int32: the end of each group.
+        scale_a: for 8-bit dtypes: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`,
+            over all rows of a. If groups are ranges of k: [M, 1].
+        scale_b: likewise [] or [G, Sk, Sn]. If groups are ranges of k: [1, N].
+        bias: [N] or [G, N], float32 or the dtype of a 16-bit result. With a float32 result also any
+            16-bit dtype.
+        activation: as in `gemm`.
+        out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or
+            float32.
+        accumulate: as in `scaled_gemm`. Other dtypes are always summed in float32 and take only
+            ``"precise"``.
 
     Returns:
         [M, N] or [G, M, N], contiguous.
 
-    Gradients: a, b and bias, of what is no 8-bit float, without an activation; others raise
-    NotImplementedError. Under autocast a, b and bias are cast, but for 8-bit floats.
+    Gradients: a, b and bias, for 16 and 32 bits without an activation. Others raise
+    NotImplementedError. Under autocast a, b and bias are cast, unless a or b is 8-bit.
 
     Raises:
         ValueError: a dtype or shape that the op does not take.
-        IndexError: ends that decrease or pass the rows (on CUDA at the next call, or by
-        `check_errors`; they are clamped).
+        IndexError: offs that decrease or exceed the rows. On CUDA they are clamped, and the next
+            call or `check_errors` raises.
 
     Gale et al., "MegaBlocks" (2022), arXiv:2211.15841: experts without padding.
     """
@@ -102,7 +106,7 @@ def _save(needs, args, out):
 
 
 def _backward(needs, a, b, offs, dtype, rows, form, **values):
-    """Each gradient is a grouped product again, of the transposed operands."""
+    """The gradients of a and b are grouped products of the transposed operands."""
     made = {}
     whole = values[f"grad_{_grouped_gemm.results[0]}"]  # the schema gives the result no name
     grad = whole.to(dtype)
@@ -117,12 +121,13 @@ def _backward(needs, a, b, offs, dtype, rows, form, **values):
         if "b" in needs:
             made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
     if "bias" in needs:
-        made["bias"] = _of_bias(whole, offs, rows, *form)
+        made["bias"] = _bias_gradient(whole, offs, rows, *form)
     return made
 
 
-def _of_bias(grad: Tensor, offs: Tensor, rows: bool, dims: int, dtype: torch.dtype) -> Tensor:
-    """Of rows the sums of each group, a product with ones, so that ends are read where they are."""
+def _bias_gradient(grad: Tensor, offs: Tensor, rows: bool, dims: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of bias. For groups of rows, each group's sum is a grouped product with ones, so
+    that offs is not read on the host."""
     if rows:
         ones = grad.new_ones(1, grad.shape[0])
         sums = _grouped_gemm.call_named(a=ones, b=grad, offs=offs, out_dtype=torch.float32)[:, 0]
@@ -137,7 +142,7 @@ def _flops(a, b, **_) -> int:
 
 
 def _cast(dtype, to, a, b, bias, **_):
-    """As of gemm; codes of 8 bits stay."""
+    """gemm's rule. If a or b is 8-bit, nothing is cast."""
     if a.element_size() == 1 or b.element_size() == 1:
         return {}
     return {"a": to(a, dtype), "b": to(b, dtype), "bias": to(bias, dtype)}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ops that write into their arguments: fake function, refusal of gradients, version counters."""
+"""Declares ops that write into their arguments: fake function, refusal of gradients, version
+counters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +17,22 @@ __all__ = ["define_in_place"]
 def define_in_place(
     name: str, symbolic: Callable, written: tuple[str, ...]
 ) -> tuple[Op, Callable[..., Any]]:
-    """The op, and what its Autograd kernel does where no gradient is wanted. written: the arguments
-    that the op changes."""
+    """Declares the op. Returns it and the function that its Autograd kernel calls if no gradient is
+    wanted.
+
+    written: names of the arguments that the op changes.
+    """
     op = Op(name)
     fakes.register(op, symbolic)
 
     def write(*args: Any) -> Any:
         results = op.below(*args)
-        # A tensor that autograd has saved must not change unseen.
+        # Autograd must notice if a tensor that it has saved changes.
         increment_version([op.value(args, argument) for argument in written])
         return results
 
     def kernel(*args: Any) -> Any:
-        # What is written has no history, so a lost gradient can only be refused here.
+        # The written tensors get no history, so the gradient of an input would silently be lost.
         if is_grad_enabled() and any_requires_grad(*args):
             raise NotImplementedError(
                 f"{op.qualified}: it has no backward and an input requires a gradient; call it "

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keywords of other libraries. A call that uses one is told the name that it has here."""
+"""Errors for unknown keywords, and defaults that torch.compile accepts.
+
+A call with a keyword of another library raises a TypeError that names the argument of this one."""
 
 import inspect
 from collections.abc import Callable
@@ -21,8 +23,8 @@ _SCALES_ROUND_UP = (
     "or EVEN) are taken by scaled_gemm and dequantize as they are"
 )
 
-# Foreign keyword -> the names that it may have here, of which a function has at least one; or what
-# to do instead.
+# Keyword of another library -> its names here, of which a function may have some; or a sentence
+# that says what to do instead.
 _OURS: dict[str, tuple[str, ...] | str] = {
     "causal": ("is_causal",),
     "softmax_scale": ("scale",),
@@ -86,8 +88,8 @@ _OURS: dict[str, tuple[str, ...] | str] = {
 
 
 def refuse_unknown(public: Callable, unknown: dict[str, Any], more: tuple = ()) -> NoReturn:
-    """TypeError for keywords that `public` does not have, and for arguments by position, `more`,
-    that it wants by name."""
+    """TypeError for keywords that `public` does not have, and for positional arguments `more` that
+    must be passed by name."""
     name = public.__name__
     parameters = [
         p for p in inspect.signature(public).parameters.values() if p.kind not in _REFUSED
@@ -121,8 +123,8 @@ _REFUSED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def hide_unknown(public: Callable) -> None:
-    """inspect, help() and editors see the arguments that there are: `*more` and `**unknown` only
-    serve to refuse the rest."""
+    """Hides `*more` and `**unknown` from inspect, help() and editors. They exist only so that
+    `refuse_unknown` can raise."""
     signature = inspect.signature(public)
     parameters = [p for p in signature.parameters.values() if p.kind not in _REFUSED]
     public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -132,13 +134,14 @@ _HIDDEN = "default "  # in front of a number
 
 
 def keep_defaults_constant(public: Callable) -> None:
-    """Float defaults become what torch.compile takes for a constant; inspect and help() still see
-    floats.
+    """Replaces float defaults by values that torch.compile treats as constants. inspect and help()
+    still show floats.
 
-    With dynamic=True a float default is an input of the graph, made where it is read first. Inside
-    a subgraph, such as a checkpointed block or an autograd Function, the next subgraph that reads
-    it finds the first one's and fails (torch 2.10 to 2.14). The integers 0 and 1, for 0.0 and 1.0,
-    are constants there, and so is text: of other defaults, which the function reads by `number`.
+    With dynamic=True a float default becomes an input of the graph, made in the subgraph that reads
+    it first, such as a checkpointed block or an autograd Function. The next subgraph that reads it
+    finds the input of the first and fails (torch 2.10 to 2.14). Integers and strings are constants.
+    So 0.0 and 1.0 become the integers 0 and 1, and every other float becomes a string, which the
+    public function reads with `number`.
     """
     public.__signature__ = inspect.signature(public)  # type: ignore[attr-defined]
 
@@ -152,7 +155,8 @@ def keep_defaults_constant(public: Callable) -> None:
 
 
 def number(given: float) -> float:
-    """An argument whose default is neither 0 nor 1: itself, or the default."""
+    """The value of a float argument whose default `keep_defaults_constant` replaced by a
+    string."""
     return (
         float(given[len(_HIDDEN) :]) if type(given) is str and given.startswith(_HIDDEN) else given
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""linear: F.linear's signature over gemm."""
+"""linear: gemm with the signature of F.linear."""
 
 from typing import NoReturn
 
@@ -31,7 +31,7 @@ def linear(
 
     Args:
         x: [..., K] float32, bfloat16, float16 or float64, any strides.
-        weight: [N, K], x's dtype, any strides: it is read where it lies.
+        weight: [N, K], x's dtype, any strides, never copied.
         bias: [N], x's dtype.
         activation: as in `gemm`.
 
@@ -42,14 +42,15 @@ def linear(
     Gradients and autocast are those of `gemm`.
 
     A tensor subclass with its own ``__torch_function__``, such as a quantised weight, may hold data
-    that no kernel here can read. ``F.linear`` multiplies it, and the activation follows.
+    that no kernel here can read. ``F.linear`` then computes the product, and the activation is
+    applied to its result.
 
     Raises:
         ValueError: a shape, dtype, device or activation name that it does not take.
     """
     if more or unknown:
         refuse_unknown(linear, unknown, more)
-    # written out: a generator takes 0.6 us of a call
+    # written out, because a generator would take 0.6 us
     plain = type(x) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN
     if not plain and any(
         type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)
@@ -60,7 +61,7 @@ def linear(
                 f"got '{activation}'"
             )
         return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
-    # a nested tensor of strides has no shape
+    # a nested tensor with strided layout has no shape
     if x is None or weight is None or x.is_nested or weight.is_nested:
         refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
     dims = x.dim()
@@ -80,8 +81,8 @@ def linear(
 
 
 def has_a_function_of_its_own(x: Tensor, refuses: bool = True) -> bool:
-    """Whether a tensor's type overrides __torch_function__. Anything but a tensor is refused in
-    linear's name."""
+    """Whether a tensor's type overrides __torch_function__. If `refuses`, anything but a tensor
+    raises an error of linear."""
     if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
         if not refuses:
             return False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""linear_cross_entropy: the public function, and the declarations of its ops, which are made of
-gemm and cross_entropy."""
+"""linear_cross_entropy: the public function, and the declarations of its ops. Their kernels are
+Python: linear_cross_entropy_chunks.py calls gemm and cross_entropy."""
 
 import math
 from typing import NoReturn, get_args
@@ -40,10 +40,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Cross entropy of a linear layer's results, without the logits in memory.
+    """Cross entropy of a linear layer's results, without all logits in memory.
 
-    ``cross_entropy(x @ weight.mT + bias, target, ...)``; the logits are float32 (float64 for
-    float64) and stand in memory for some rows, or some classes, at a time.
+    ``cross_entropy(x @ weight.mT + bias, target, ...)``. The logits are float32 (float64 for
+    float64). Only those of some rows, or of some classes, are in memory at a time.
 
     Args:
         x: [..., H], float32, bfloat16, float16 or float64.
@@ -53,40 +53,39 @@ def linear_cross_entropy(
         class_weight: [V], `cross_entropy`'s weight.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss: as in `cross_entropy`.
         reduction: ``"mean"``, ``"sum"``, or ``"none"``; as in `cross_entropy`.
-        low_memory: keeps nothing for backward but the inputs and a float32 number a row; backward
-            computes the logits again. So does reduction ``"none"``.
+        low_memory: keep only the inputs and one float32 number a row for backward, which computes
+            the logits again. Reduction ``"none"`` always does this.
 
     Returns:
-        [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit x.
+        [] or, without a reduction, [...]: float32 (float64 with float64), also for a 16-bit x.
 
-    Gradients: x, weight and bias. That of the logits is rounded once to x's dtype; those of weight
-    and bias are summed in float32. The same bits each time, also in a second backward over the same
-    graph. Not twice differentiable.
+    Gradients: x, weight and bias. The gradient of the logits is rounded once to x's dtype. Those of
+    weight and bias are summed in float32. They have the same bits each time, also in a second
+    backward over the same graph. Not twice differentiable.
 
-    Memory beyond arguments and results, of M rows, b bytes a number (2 in bfloat16), forward and
-    backward, at most::
+    Memory beyond arguments and results, for M rows and b bytes a number (2 in bfloat16), forward
+    and backward together, is at most::
 
         mean, sum               min(b M V, 8 V H) + b M H + 256 MiB     6 M H V FLOPs
         low_memory or none      4 M H + 512 MiB                         8 M H V FLOPs
 
-    In float64 8 V H and 4 M H are twice as much. The first needs b M H + 256 MiB where weight
-    requires no gradient, and 256 MiB where nothing does.
+    In float64, 8 V H and 4 M H double. For mean and sum it is b M H + 256 MiB if weight requires no
+    gradient, and 256 MiB if nothing does.
 
-    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one)
-    multiplies by itself, as in `linear`: the logits are those of ``F.linear``, in memory, and
-    `cross_entropy` follows.
+    A tensor subclass with its own ``__torch_function__``, such as a quantised weight, is multiplied
+    by ``F.linear``, as in `linear`. All logits are then in memory, and `cross_entropy` reads them.
 
     Autocast casts x, weight and bias. Float32 on CUDA follows
     ``torch.backends.cuda.matmul.fp32_precision``.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
-        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is
-            raised by the next call of an op or by `check_errors`.
+        IndexError: a target that is no class. On CUDA the loss of that row is NaN, and the next
+            call of an op or `check_errors` raises the error.
 
-    Liger Kernel, arXiv:2410.10989, makes the gradients in the forward pass; Wijmans et al., "Cut
-    Your Losses in Large-Vocabulary Language Models" (2024), arXiv:2411.09009, compute the logits
-    again.
+    Gradients in the forward pass: Liger Kernel, arXiv:2410.10989. Logits computed again in
+    backward: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
+        arXiv:2411.09009.
     """
     if more or unknown:
         refuse_unknown(linear_cross_entropy, unknown, more)
@@ -111,8 +110,8 @@ def linear_cross_entropy(
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
     class_weight = widened(class_weight, x, own=False)
     if class_weight is not None and reduction == "mean":
-        # In float16 the gradients of rows would underflow with small weights and overflow with
-        # large ones.
+        # without this scaling, float16 gradients would underflow with small class weights and
+        # overflow with large ones
         class_weight = weight_of_mean(class_weight, target, ignore_index)
     rules = (
         class_weight,
@@ -244,7 +243,8 @@ def _scalar_kernel(x, weight, target, bias, reduction, need_x, need_weight, need
     total, factor = loss.sum(dtype=torch.float64), loss.new_ones(())
     if reduction == "mean":
         divisor = total_weight(target, rules.class_weight, rules.ignore_index).to(torch.float64)
-        none = (classes == rules.ignore_index).all()  # then no gradient is NaN, though the loss is
+        # if all rows are ignored the loss is NaN, but gradients are 0
+        none = (classes == rules.ignore_index).all()
         factor = torch.where(none, 0.0, 1.0 / divisor).to(loss.dtype)
         total = total / divisor
     return total.to(loss.dtype), factor, dx.view(x.shape) if need_x else dx, kept, dbias
@@ -329,7 +329,7 @@ def _rows_save(needs, args, loss, lse):
 
 
 def _rows_backward(needs, grad_loss, grad_lse, **kept):
-    # of callers of the op; torch.func makes one of zeros
+    # only direct callers of the op get lse; torch.func passes zeros for its gradient
     if grad_lse is not None and grad_loss is not None:
         raise NotImplementedError(f"{_NAME}: lse has no gradient")
     wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What linear_cross_entropy computes: gemm and cross_entropy over some rows, or some classes, at a
-time.
+"""The computation of linear_cross_entropy: gemm and cross_entropy over some rows, or some classes,
+at a time.
 
-x [M, H], weight [V, H], target [M]. z = x weight^T + bias is float32 (float64 of float64), rows of
-it at once in memory that is used again; cross_entropy makes of it its gradient, rounded to x's
-dtype as dz.
+x [M, H], weight [V, H], target [M]. The logits z = x weight^T + bias are float32 (float64 for
+float64). They are computed for a block of rows at a time, in a buffer that is reused. cross_entropy
+turns z into its gradient dz, rounded to x's dtype.
 
-- `scalar`, forward of a mean or a sum, makes the gradients, too: 6 M H V FLOPs. dz has the size of
-  a row's own loss, without the factor 1 / M, so that it does not underflow in float16. All of it is
-  kept where that is at most twice as large as a float32 sum of dweight; else such a sum is kept, to
-  which blocks of rows add. Which of the two follows from shapes alone. On CUDA z stands in rows of
-  dz that come later, as long as there are enough: the more rows at once, the less often is weight
-  read.
-- `scaled` is its backward: multiplies by the gradient of the loss and rounds.
-- `rows` gives each row's loss, and `rows_backward` computes z again, 8 M H V FLOPs: by classes
-  where dweight is wanted, so that each of its rows is complete at once, else by rows.
-- `part_of_rows` and `part_of_backward` are those two where weight holds some of the classes, the
-  others being on other ranks.
+- `scalar` is the forward of a mean or a sum. It also computes the gradients: 6 M H V FLOPs. dz is
+  the gradient of the sum of losses, without the factor 1 / M, so that it does not underflow in
+  float16. All of dz is kept if it is at most twice as large as a float32 dweight. Otherwise dweight
+  is kept, as a float32 sum to which each block of rows adds. This choice depends on shapes only. On
+  CUDA z is stored in later rows of dz, as long as there are enough: more rows at a time mean fewer
+  reads of weight.
+- `scaled` is the backward of `scalar`. It multiplies by the gradient of the loss and rounds.
+- `rows` returns each row's loss, and `rows_backward` computes z again: 8 M H V FLOPs. It goes by
+  blocks of classes if dweight is wanted, so that each block completes its rows of dweight.
+  Otherwise it goes by blocks of rows.
+- `part_of_rows` and `part_of_backward` are the same two functions if weight has only some of the
+  classes and other ranks have the others.
 """
 
 import math
@@ -44,19 +45,19 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x and weight
-# Bytes of z at once. On the CPU it should stay near the caches, as long as a product has rows
-# enough to be worth packing weight.
+# Bytes of a block of z. On the CPU it should stay near the caches, but a product needs at least 256
+# rows to repay packing weight.
 _CPU_BYTES, _MOST_BYTES, _FEWEST_ROWS = 64 << 20, 128 << 20, 256
-_ALONE_BYTES = 384 << 20  # of it where nothing else of that size is beside it, on CUDA
-_COPY_BYTES = 32 << 20  # of a float32 tensor on the way to a result
-# The same on the CPU, where malloc may keep up to 64 MiB of what copies leave free, in the heap of
-# each thread that makes some.
+_ALONE_BYTES = 384 << 20  # the same on CUDA, if no other buffer of that size is allocated
+_COPY_BYTES = 32 << 20  # of a float32 intermediate that is rounded into a result
+# The same on the CPU. It is smaller because malloc may retain up to 64 MiB of freed copies in the
+# heap of each thread.
 _CPU_COPY_BYTES = 2 << 20
-_ALIGNED = 8  # values of 16 bits in front of which a product's result may begin
+_ALIGNED = 8  # elements: a product's result begins at a multiple of 16 bytes
 
 
 class Rules(NamedTuple):
-    """The arguments of every pass that are no tensors of its own."""
+    """The arguments that all functions of this file share."""
 
     class_weight: Tensor | None
     ignore_index: int
@@ -75,24 +76,26 @@ accumulator = stats_dtype
 
 
 def _rows_of_sum(x: Tensor) -> int:
-    """Rows [., V] of x's dtype that have the bytes of dweight's sum."""
+    """How many rows [V] in x's dtype have as many bytes as the float32 sum of dweight."""
     return x.shape[-1] * (accumulator(x).itemsize // x.dtype.itemsize)
 
 
 def kept_rows(x: Tensor, rows):
-    """Rows of the buffer [., V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all
-    rows, where that is at most twice dweight's sum, else that sum. rows may be a symbol, so this is
-    an expression and no branch. It is a maximum whose first part is positive, because torch.export
-    must see from its range that it is a size."""
+    """Rows of the buffer [., V] in x's dtype that `scalar` keeps if dweight is wanted. It holds dz
+    of all rows if that is at most twice as large as dweight's sum, and otherwise that sum.
+
+    rows may be a symbol, so this is an expression without a branch. It is a maximum whose first
+    operand is not negative, because torch.export must see from its range that it is a size.
+    """
     sums = _rows_of_sum(x)
     too_many = torch.sym_min(torch.sym_max(rows - 2 * sums, 0), 1)
-    all_rows = torch.sym_min(rows, 2 * sums) - 2 * sums * too_many  # 0 of too many
+    all_rows = torch.sym_min(rows, 2 * sums) - 2 * sums * too_many  # 0 if too many
     return torch.sym_max(torch.sym_min(rows, sums), all_rows)
 
 
 def rows_at_once(x: Tensor, classes: int, most: int) -> int:
-    """Rows of logits [., classes] that fit into `most` bytes, in whole tiles of 128 if there are
-    as many. On the CPU a block is at most 64 MiB, or 256 rows."""
+    """Rows of logits [., classes] that fit into `most` bytes, rounded down to a multiple of 128 if
+    there are that many. On the CPU at most 64 MiB, or 256 rows if these are more."""
     row = max(1, classes) * accumulator(x).itemsize
     step = most // row
     if x.device.type == "cpu":
@@ -101,7 +104,8 @@ def rows_at_once(x: Tensor, classes: int, most: int) -> int:
 
 
 def _even(size: int, most: int) -> int:
-    """Steps of nearly the same size, of whole tiles, that are `most` at most."""
+    """The size of a step if `size` is cut into steps of nearly equal size, in multiples of 128 and
+    at most `most`."""
     each = -(-size // -(-size // most))
     return min(most, -(-each // 128) * 128)
 
@@ -128,8 +132,9 @@ def _product(
 
 
 class _Sum:
-    """A sum [n, h] of products, in float32. gemm adds to a product what is elsewhere: each addition
-    moves the sum by `step` rows and back, slice after slice."""
+    """A sum [n, h] of products, in float32. gemm cannot add to its result in place: it reads c from
+    other memory. So each addition moves the sum by `step` rows, slice after slice, and the next one
+    moves it back."""
 
     def __init__(self, like: Tensor, n: int, h: int, rules: Rules) -> None:
         wide = accumulator(like)
@@ -150,7 +155,7 @@ class _Sum:
         )
 
     def add(self, factors: Callable[[slice], tuple[Tensor, Tensor]]) -> None:
-        """factors(rows) -> (a, b), whose product is what these rows of the sum grow by."""
+        """Adds a @ b to the sum, where factors(rows) returns (a, b) for these rows."""
         to = self.step if self.at == 0 else 0
         slices = list(_steps(self.n, self.step))
         for s in reversed(slices) if to else slices:
@@ -160,8 +165,8 @@ class _Sum:
 
 
 def _add_rows(to: Tensor, dz: Tensor) -> None:
-    """to += the sum of dz's rows, in to's dtype. PyTorch's sum on the CPU copies what is narrower,
-    so there it gets some at a time."""
+    """to += the sum of dz's rows, in to's dtype. On the CPU PyTorch's sum makes a wide copy of a
+    narrower dz, so it gets a block of rows at a time."""
     copied = dz.device.type == "cpu" and dz.dtype is not to.dtype
     step = max(1, _CPU_COPY_BYTES // (dz.shape[1] * to.itemsize)) if copied else max(1, dz.shape[0])
     for s in _steps(dz.shape[0], step):
@@ -182,7 +187,8 @@ def _gradient(
     first: int = 0,
     classes: int = 0,
 ) -> Tensor:
-    """dz into out, which may be z, or of 16 bits; z may be of `first` and later ones of `classes`."""
+    """Writes dz to out, which may be z itself or a 16-bit tensor. z may hold only a part of the
+    `classes` columns, from class `first` on."""
     ops.cross_entropy_bwd.out(grad, z, target, lse, *rules.of_rows, first, classes, out=out)
     return out
 
@@ -190,35 +196,35 @@ def _gradient(
 def _loss_and_gradient(
     z: Tensor, target: Tensor, rules: Rules, loss: Tensor, lse: Tensor, out: Tensor
 ) -> Tensor:
-    """Both in one pass; dz of the sum of losses into out, as above."""
+    """Writes loss, lse and dz of the sum of losses in one pass. out is as in `_gradient`."""
     ops.cross_entropy_grad.default(z, target, loss, lse, out, *rules.of_rows)
     return out
 
 
 def _prefers_many_rows(x: Tensor) -> bool:
-    """Where a product of more rows is faster, however large they are; on the CPU z should stay near
-    the caches."""
+    """Whether larger blocks of rows are always faster. Not on the CPU, where z should stay near the
+    caches."""
     return x.device.type != "cpu"
 
 
 def _beside(dz: Tensor, at: int, wide: torch.dtype) -> Tensor:
-    """Room for z [n, V] of the rows of dz [rows, V] from `at` on, in the last rows of dz, for as
-    many as there is room."""
+    """Memory for z [n, V] of rows `at` to `at` + n of dz [rows, V], in the last rows of dz. n is as
+    large as fits without overlapping these rows."""
     (rows, v), times = dz.shape, wide.itemsize // dz.dtype.itemsize
     n = (
         _whole_tiles((rows - at - 1) // (times + 1))
         if rows - at > times + 1 and v >= _ALIGNED
         else 0
     )
-    begin = (rows - n * times) * v // _ALIGNED * _ALIGNED  # the row to spare is for this
+    begin = (rows - n * times) * v // _ALIGNED * _ALIGNED  # the spare row allows this alignment
     return dz.view(-1)[begin : begin + n * times * v].view(wide).view(n, v)
 
 
 def _rooms(
     dz: Tensor | None, rows: int, step: int, direct: bool, buffer: Callable[[], Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(some rows, room for their z): dz itself where it has z's dtype (`direct`), rows of dz that
-    come later, or `buffer` of step rows."""
+    """Yields (rows, memory for their z). The memory is dz itself if it has z's dtype (`direct`),
+    later rows of dz, or `buffer` of step rows."""
     at = 0
     while at < rows:
         many = dz is not None and _prefers_many_rows(dz)
@@ -240,25 +246,26 @@ def scalar(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss [M], dx [M, H], kept [rows, V], dbias [V]), gradients of the sum of the rows' losses;
-    empty where not needed."""
+    """(loss [M], dx [M, H], kept [rows, V], dbias [V]): gradients of the sum of the rows' losses,
+    empty if not needed."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     whole = need_weight and kept_rows(x, m) == m
-    alone = whole or not (need_x or need_weight)  # no dz of some rows beside z
+    alone = whole or not (need_x or need_weight)  # z needs no buffer of dz beside it
     step = rows_at_once(x, v, _MOST_BYTES * 3 // 2 if alone else _MOST_BYTES)
     loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
     kept = x.new_empty((m, v) if whole else 0)
-    # Rows whose dz is multiplied at once. One block is as large as the sum of dweight beside it.
+    # Rows whose dz is multiplied at once. Unless all of dz is kept, a block is about as large as
+    # the sum of dweight.
     block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
     total = _Sum(x, v, h, rules) if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
-    # dweight, which backward makes beside kept, is as large
+    # Backward allocates dweight beside kept, so z may have as many bytes without raising the peak.
     if need_weight and _prefers_many_rows(x):
         step = max(step, _whole_tiles(h * x.dtype.itemsize // wide.itemsize))
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
-    direct = room is not None and x.dtype is wide  # then z is made where dz is wanted
+    direct = room is not None and x.dtype is wide  # then z is written where dz is wanted
     buffer = cache(lambda: x.new_empty(min(step, m), v, dtype=wide))
     for outer in _steps(m, block):
         xs, ts = x[outer], target[outer]
@@ -293,7 +300,7 @@ def scaled(
         dweight = _times(kept.view(-1).view(wide).view(kept.shape[1], h), factor, x.dtype)
     else:
         dweight = x.new_empty(kept.shape[1], h)
-        # factor may be that of a gradient scaler, which times x would overflow
+        # a gradient scaler may make factor so large that factor * x overflows
         if x.dtype is torch.float16:
             _times_product(kept.mT, x, dweight, factor, rules)
         else:
@@ -306,7 +313,7 @@ def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype is factor.dtype and x.dtype is dtype:
         return x * factor
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if x.is_cuda and x.dim():  # with a dimension factor decides in what dtype the product is made
+    if x.is_cuda and x.dim():  # a factor with a dimension takes part in type promotion
         return torch.mul(x, factor.view(1), out=out)
     step = max(1, _CPU_COPY_BYTES // max(1, x[:1].numel() * factor.itemsize)) if x.dim() else 1
     for s in _steps(x.shape[0], step):
@@ -340,8 +347,8 @@ def rows(
 
 
 def _without_factor(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """grad with the size of a row's own, and what it was divided by: in float16 1 / M times a
-    probability would underflow."""
+    """(grad / factor, factor), where factor is the largest gradient. For float16 only: with a grad
+    of 1 / M, dz would underflow. For other dtypes (grad, None)."""
     if x.dtype is not torch.float16 or not x.shape[0]:
         return grad, None
     factor = grad.abs().amax()
@@ -361,7 +368,7 @@ def rows_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) for gradients [M] of the rows' losses; empty where not needed."""
+    """(dx, dweight, dbias) for gradients [M] of the rows' losses, empty if not needed."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     grad, factor = _without_factor(grad, x)
     dx = x.new_empty((m, h) if need_x else 0)
@@ -401,10 +408,10 @@ def rows_backward(
 def _backward_by_classes(
     grad, x, weight, target, lse, bias, rules, dx, dweight, dbias, factor, first=0, classes=None
 ) -> None:
-    """Writes dx (or None), dweight and dbias (or empty ones). dx is summed over the classes in
-    float32.
+    """Writes dx unless it is None, and dweight and dbias unless they are empty. dx is summed over
+    blocks of classes in float32.
 
-    weight is that of classes `first` and on, of `classes`.
+    weight has the rows of classes `first` and on, out of `classes`.
     """
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     whole = v if classes is None else classes
@@ -439,11 +446,11 @@ def _backward_by_classes(
 def part_of_rows(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: Rules, first: int
 ) -> Tensor:
-    """[2, M], with label smoothing [3, M]: lse over these classes, the target's logit or 0 where it
-    is another's, and their sum, weighted by class_weight.
+    """[2, M]: lse over these classes, and the target's logit, or 0 if another rank has that class.
+    With label smoothing [3, M]: also the sum of the logits, weighted by class_weight.
 
-    weight is that of classes `first` and on, class_weight that of all. A part without classes has
-    lse -inf.
+    weight has the rows of classes `first` and on. class_weight is for all classes. A part without
+    classes has lse -inf.
     """
     m, v, wide = x.shape[0], weight.shape[0], accumulator(x)
     found = x.new_zeros((3 if rules.label_smoothing else 2, m), dtype=wide)
@@ -452,7 +459,7 @@ def part_of_rows(
         return found
     step = rows_at_once(x, v, _ALONE_BYTES)
     buffer = x.new_empty(min(step, m), v, dtype=wide)
-    none = target.new_zeros(1)  # any class: lse is the same
+    none = target.new_zeros(1)  # any class will do: only lse is used
     weights = None if rules.class_weight is None else rules.class_weight[first : first + v]
     for s in _steps(m, step):
         z = _product(x[s], weight.mT, buffer[: s.stop - s.start], rules, bias)
@@ -469,7 +476,7 @@ def part_of_rows(
 
 
 def _logit(z: Tensor, rules: Rules) -> Tensor:
-    """The logit that the loss reads, of a product."""
+    """The products z, scaled and capped as the loss reads them."""
     z = z * rules.logit_scale
     return z.div_(rules.softcap).tanh_().mul_(rules.softcap) if rules.softcap > 0 else z
 
@@ -488,8 +495,8 @@ def part_of_backward(
     first: int,
     classes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(these classes' share of dx, not rounded, dweight, dbias), where lse is over all `classes`;
-    empty where not needed."""
+    """(these classes' share of dx, not rounded; dweight; dbias), empty if not needed. lse is over
+    all `classes`."""
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     grad, factor = _without_factor(grad, x)
     share = x.new_zeros((m, h) if need_x else 0, dtype=wide)

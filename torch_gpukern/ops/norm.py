@@ -34,23 +34,24 @@ def rms_norm(
 
     Args:
         x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
-            have any strides; where the last one is not dense x is copied first.
-        weight: [N] in x's dtype or of 16 or 32 bits; 1 where it is not given. In another 16-bit
-            dtype than x's it is copied to float32 first.
-        bias: [N], likewise; 0 where it is not given.
+            have any strides. If the last dimension is not contiguous, x is copied first.
+        weight: [N] in x's dtype, or of 16 or 32 bits. None is 1. If its 16-bit dtype is not x's, it
+            is converted to float32 first.
+        bias: [N], likewise. None is 0.
         residual: x's shape and dtype, added to x before it is normalised.
-        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's
-        does. weight_offset: is added to weight (1 in Gemma's checkpoints); not read without one.
+        eps: finite, 0 or more. With 0, a row whose squares underflow gives inf or NaN, as in
+            PyTorch.
+        weight_offset: added to weight (1 for Gemma's checkpoints). Not read without a weight.
 
     Returns:
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
 
     Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are
-    sums over all
-    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under
-    autocast x and residual take the wider of their dtypes.
+    summed over all rows in float32, in a fixed order: they have the same bits each time. Not twice
+    differentiable.
 
-    Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
+    Under autocast x and residual are cast to the wider of their dtypes, and 16-bit weight and bias
+    to the same dtype.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
@@ -81,23 +82,23 @@ def layer_norm(
 
     Args:
         x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
-            have any strides; where the last one is not dense x is copied first.
-        weight: [N] in x's dtype or of 16 or 32 bits; 1 where it is not given. In another 16-bit
-            dtype than x's it is copied to float32 first.
-        bias: [N], likewise; 0 where it is not given.
+            have any strides. If the last dimension is not contiguous, x is copied first.
+        weight: [N] in x's dtype, or of 16 or 32 bits. None is 1. If its 16-bit dtype is not x's, it
+            is converted to float32 first.
+        bias: [N], likewise. None is 0.
         residual: x's shape and dtype, added to x before it is normalised.
-        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's
-        does.
+        eps: finite, 0 or more. With 0, a row whose squares underflow gives inf or NaN, as in
+            PyTorch.
 
     Returns:
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
 
     Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are
-    sums over all
-    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under
-    autocast x and residual take the wider of their dtypes.
+    summed over all rows in float32, in a fixed order: they have the same bits each time. Not twice
+    differentiable.
 
-    Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
+    Under autocast x and residual are cast to the wider of their dtypes, and 16-bit weight and bias
+    to the same dtype.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
@@ -126,7 +127,7 @@ def _bwd_symbolic(grad_out, h, weight, need_weight, need_bias, wide_bias, **_):
 
 
 def _save(op: str) -> Callable:
-    """What was normalised, which is an input or a result, and the vectors' dtypes."""
+    """Keeps the tensor that was normalised, x or x + residual, and the dtype of bias."""
 
     def save(needs, args, out, h):
         x, weight, bias, residual = (*args, None, None, None)[:4]

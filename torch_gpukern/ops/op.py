@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Op: an op of the library, its schema by name, and the ways to call it.
 
-**Below autograd.** A call that wants no gradient skips the Autograd kernel. That saves the
-dispatcher's way into Python and back, 2 to 3 us. `Op.call` excludes autograd's keys, and the
-Autograd kernel does so for its own calls. Modes, subclasses, autocast, tracers and fake tensors see
-the op as usual.
+Public functions call `Op.call`. If no gradient is wanted, `Op.call` excludes autograd's dispatch
+keys, so that the dispatcher does not enter the Autograd kernel in Python and return: this saves 2
+to 3 us. The Autograd kernel excludes them for its own calls. Modes, subclasses, autocast, tracers
+and fake tensors see the op as usual.
 """
 
 import sys
@@ -34,8 +34,8 @@ __all__ = ["Op", "has_tangent", "unwrapped"]
 
 _NUMBER_TYPES = ("float", "int", "SymInt", "bool", "Optional[float]")
 _TENSORS = {Tensor, torch.nn.Parameter}
-# The types of arguments that a schema takes or refuses whatever their value, but for integers of
-# more than 64 bits.
+# Types for which a schema accepts every value or none. The exception: integers of more than 64 bits
+# are refused.
 _PLAIN = {*_TENSORS, type(None), bool, int, float, str, torch.dtype}
 
 
@@ -65,7 +65,7 @@ class Op:
         self.tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bools = tuple(i for i, t in enumerate(types) if t == "bool")
-        self.bare = unwrapped(self.overload)
+        self.unguarded = unwrapped(self.overload)
         self.all = self  # X_fwd if the op is X and has one
         self.whole_sequences = False  # it must see all keys of a sequence
         self.out: Callable | None = None  # its .out overload
@@ -77,8 +77,8 @@ class Op:
         Op.every.append(self)
 
     def set_defaults_of(self, public: Callable) -> None:
-        """Replaces the defaults of a public function by the schema's objects, so that `is` finds
-        them."""
+        """Replaces the defaults of a public function by the schema's objects, so that `call` can
+        recognise them by `is`."""
 
         def interned(name: str, default: Any) -> Any:
             ours = self._named_defaults.get(name)
@@ -111,10 +111,10 @@ class Op:
         return self.call(*args)
 
     def call(self, *args: Any) -> Any:
-        """Calls the op with all its arguments, by the shortest road that gives its results.
+        """Calls the op with all its arguments, by the shortest path that gives its results.
 
-        If nothing but the Autograd kernel would see the call, it is called here when a gradient is
-        wanted and skipped when none is. A compiler that traces, torch.jit.trace, torch.func,
+        If only the Autograd kernel would see the call, this function calls it directly if a
+        gradient is wanted, and skips it otherwise. A tracing compiler, torch.jit.trace, torch.func,
         autocast, modes and subclasses see the op.
         """
         if (
@@ -143,9 +143,9 @@ class Op:
             if ints is not None and not any_autocast() and (not ints or _fit(args, ints)):
                 return self.differentiate(*args)
             return self._by_the_op(types, args)
-        guard = below_autograd()  # from here on; `with` would call into C++ twice more, 0.4 us
+        guard = below_autograd()  # until `del`; a `with` would call into C++ twice more, 0.4 us
         try:
-            return self.bare(*args)
+            return self.unguarded(*args)
         except RuntimeError:
             self.refuse_types(args, {})
             raise
@@ -156,7 +156,7 @@ class Op:
         """The op below autograd."""
         guard = below_autograd()
         try:
-            return self.bare(*args)
+            return self.unguarded(*args)
         except RuntimeError:
             self.refuse_types(args, {})
             raise
@@ -172,8 +172,8 @@ class Op:
         return self.overload(*args) if is_compiling() else self._by_the_overload(args)
 
     def _by_the_op(self, types: tuple[type, ...], args: tuple) -> Any:
-        """A call whose types the schema has not taken yet. If it refuses them, the error names the
-        op."""
+        """A call with types that no call has had so far. If the schema accepts them, later calls
+        take the short path. If it refuses them, the error names the op."""
         results = self._by_the_overload(args)
         if _PLAIN.issuperset(types) and not any(
             types[i] in _TENSORS for i in self.numbers if i < len(types)
@@ -194,8 +194,8 @@ class Op:
             self.refuse_non_bool(i, args[i] if i < len(args) else kwargs.get(self.names[i], False))
 
     def refuse_non_bool(self, i: int, x: Any) -> None:
-        """ValueError unless x is a bool. torch takes any number and None, which a call in the order of
-        another library would pass."""
+        """ValueError unless x is a bool. torch would accept any number and None, which a call with
+        the argument order of another library passes."""
         if isinstance(x, Tensor):
             self.refuse_number_gradients((*(None,) * i, x))
             if x.dtype is torch.bool and x.dim() == 0:
@@ -205,8 +205,8 @@ class Op:
         raise WrongType(f"{self.said}: {self.names[i]} must be True or False, got {x!r}")
 
     def refuse_types(self, args: Sequence, kwargs: dict[str, Any]) -> None:
-        """WrongType if the schema does not take an argument's type. It says more than torch's
-        error."""
+        """WrongType if the schema does not take an argument's type. Its text says more than
+        torch's."""
         given = dict(zip(self.names, args)) | kwargs
         refuse_types(
             self.said, ((n, self._types[n], x) for n, x in given.items() if n in self._types)
@@ -221,7 +221,7 @@ class Op:
             if i >= len(args):
                 return
             x = args[i]
-            if not isinstance(x, Tensor):  # a symbol too: dynamo has no hash of its class
+            if not isinstance(x, Tensor):  # it may be a symbol, whose class dynamo cannot hash
                 continue
             if (x.requires_grad and is_grad_enabled()) or has_tangent(x):
                 argument = self.names[i]
@@ -233,7 +233,7 @@ class Op:
 
 
 def _default(x: Any) -> Any:
-    """A default as public functions hand it on: 0.0 and 1.0 as integers
+    """A default as public functions pass it: 0.0 and 1.0 as integers
     (keywords.keep_defaults_constant), a string interned."""
     if type(x) is float and x in (0.0, 1.0):
         return int(x)
@@ -245,8 +245,8 @@ def _fit(args: Sequence, ints: Sequence[int]) -> bool:
 
 
 def unwrapped(op: torch._ops.OpOverload) -> Callable:
-    """The function that op(...) calls, without `guard` (define.py) and 0.4 us of wrapping.
-    torch.compile traces op itself only."""
+    """The function that op(...) calls, without `guard` (define.py) and without 0.4 us of wrappers.
+    torch.compile can trace only op itself."""
     call = op._op
     while hasattr(call, "__wrapped__"):
         call = call.__wrapped__

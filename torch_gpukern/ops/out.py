@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The .out overload of an op, which writes the caller's tensor."""
+"""The .out overload of an op, which writes its result into a given tensor."""
 
 import functools
 import threading
@@ -24,16 +24,16 @@ from .wrong_types import refuse_non_tensors
 __all__ = ["define"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_calls = threading.local()  # running: within such a call of this thread
+_calls = threading.local()  # running: this thread is inside a call of an .out overload
 
 
 def define(op: Op, symbolic: Callable) -> None:
-    """Defines X.out, which writes the caller's tensor. It has no gradient and no autocast, and is
-    otherwise like X."""
+    """Defines X.out, which writes its result into `out`. It has no gradient and no autocast rule,
+    and is otherwise like X."""
     op.out = getattr(ops, op.name).out
-    name, bare = f"{op.name}.out", unwrapped(op.out)
+    name, unguarded = f"{op.name}.out", unwrapped(op.out)
 
-    @functools.wraps(bare)
+    @functools.wraps(unguarded)
     def call(*args, **kwargs):
         if not is_dynamo_compiling():
             op.refuse_number_gradients(args, kwargs)
@@ -42,7 +42,7 @@ def define(op: Op, symbolic: Callable) -> None:
         inner = getattr(_calls, "running", False)
         _calls.running = True
         try:
-            bare(*args, **kwargs)
+            unguarded(*args, **kwargs)
         except RuntimeError:
             op.refuse_types(args, kwargs)
             if "out" in kwargs:
@@ -51,8 +51,9 @@ def define(op: Op, symbolic: Callable) -> None:
         finally:
             _calls.running = inner
         into = kwargs["out"]
-        # torch's own .out ops return out. The schema returns nothing, and tracers, whose tensors are
-        # no plain ones, and __torch_dispatch__, which calls from within a call, rely on that.
+        # torch's own .out ops return out. Our schema returns nothing. Tracers and
+        # __torch_dispatch__ rely on the schema: tracers pass tensors of other types, and
+        # __torch_dispatch__ calls the op from inside a call.
         return into if type(into) in _PLAIN and not inner else None
 
     op.out._op = call
@@ -73,10 +74,10 @@ def define(op: Op, symbolic: Callable) -> None:
             )
         guard = below_autograd()
         try:
-            bare(*args, out=out, **kwargs)
+            unguarded(*args, out=out, **kwargs)
         finally:
             del guard
-        increment_version(out)  # a tensor that autograd has saved must not change unseen
+        increment_version(out)  # autograd must notice if a tensor that it has saved changes
 
     torch.library.register_fake(f"{NAMESPACE}::{name}", out_fake, lib=library)
     library.impl(name, kernel, "Autograd")

@@ -2,7 +2,7 @@
 """paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs.
 Neither has a gradient.
 
-The types of paged_attn by the value of return_lse are made from its signature at build time
+The build makes overloads of paged_attn by the value of return_lse from its signature
 (cmake/stubs.py).
 """
 
@@ -48,72 +48,68 @@ def paged_attn(
     """Attention of each sequence's newest tokens over its keys, read in place from a paged cache.
 
     ``out[token t of sequence b] = softmax(scale * q_t K_b^T + ...) V_b``, where ``K_b[j]`` is row
-    ``j % block_size`` of page ``block_table[b, j // block_size]``. Query t of the n_b of sequence b
-    stands at position ``p = seq_lens[b] - n_b + t`` and sees keys ``p - window_left <= j <= p``,
-    without
-    is_causal those up to ``p + window_right``.
+    ``j % block_size`` of page ``block_table[b, j // block_size]``. Sequence b has n_b query tokens.
+    Token t of them is at position ``p = seq_lens[b] - n_b + t``. It sees keys ``p - window_left <=
+    j <= p``, or without is_causal keys up to ``p + window_right``.
 
     Args:
         q: [T, Hq, D] float32, bfloat16, float16 or float64. D and Dv: 1 to 576, on CUDA multiples
             of 8.
         k_cache: [num_blocks, block_size, Hkv, D] in q's dtype or of 8 bits: float8_e4m3fn,
-            float8_e5m2 or int8. Any strides that leave the last dimension contiguous: a cache
-            stored
-            [num_blocks, Hkv, block_size, D] is a transposed view, and a contiguous cache [B, Hkv,
-            S, D] is
-            one of a single page per sequence.
+            float8_e5m2 or int8. The last dimension must be contiguous, other strides are free. So a
+            cache stored [num_blocks, Hkv, block_size, D] is passed as a transposed view, and a
+            cache [B, Hkv, S, D] as one with a single page per sequence.
         v_cache: [num_blocks, block_size, Hkv, Dv], likewise, k_cache's dtype. Latent attention
             (MLA) passes ``cache[..., :512]`` of a cache [num_blocks, block_size, 1, 576]: the
             kernels then read each row once.
         block_table: [B, max_blocks] int32, the pages of each sequence. Only the first
-            ``ceil(seq_lens[b] / block_size)`` entries of a row are read, and those of pages wholly
-            to the left of every window or of kv_start may hold anything. Sequences may share pages.
-        seq_lens: [B] int32: keys of each sequence, the new tokens included. 0 is an inactive row.
+            ``ceil(seq_lens[b] / block_size)`` entries of a row are read. Entries of pages that are
+            entirely left of every window or of kv_start may hold anything. Sequences may share
+            pages.
+        seq_lens: [B] int32: keys of each sequence, including the new tokens. 0 is an inactive row.
         cu_seqlens_q: [B + 1] int32: sequence b owns query tokens ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. None gives each sequence T / B tokens.
-        max_seqlen_q: upper bound of the query tokens of a sequence; read with cu_seqlens_q only.
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None
-        is
+        max_seqlen_q: upper bound of the query tokens of a sequence. Read only with cu_seqlens_q.
+        scale: factor of the scores, finite, |scale| <= 1e38 unless q is float64. None is
             1 / sqrt(D).
         window_left: keys before its own position that a query sees; -1 is no bound.
         softcap: ``softcap * tanh(s / softcap)``; 0 switches it off.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64): ``s - slope * |p - j|``.
-        sinks: [Hq] float32 or q's dtype (float64 with float64): one more logit per head that takes
-            probability and adds no value.
-        k_scale: [] or [Hkv] float32: a key is its stored value times k_scale. Of 8-bit caches also
+        sinks: [Hq] float32 or q's dtype (float64 with float64): one more logit per head. It enters
+            the softmax's sum but adds no value.
+        k_scale: [] or [Hkv] float32: a key is its stored value times k_scale. For 8-bit caches also
             [num_blocks, Hkv], a scale for each page and head. None is 1.
         v_scale: likewise for values.
-        is_causal: False lets each query see every key below ``seq_lens[b]`` that the windows let it
-        see.
-        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, as for padding on the
-        left.
-            Positions stay key indices. Clamped to [0, seq_lens[b]].
+        is_causal: with False, each query sees every key below ``seq_lens[b]`` within its windows.
+        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, for padding on the
+            left. Positions remain key indices. Clamped to [0, seq_lens[b]].
         window_right: keys after its own position that a query sees; -1 is no bound. Windows and
-        is_causal intersect. allow_short: a sequence may have fewer keys than query tokens, which
-        else raises: mostly its new tokens were not
-            counted. Queries then stand at negative positions, and see what is_causal and the
-            windows let them see of the keys from 0 on, as in `flash_attn_varlen`. On CUDA it is
-            served with is_causal or a window_right of 0, and bad contents of such a call are
-            clamped without a report.
+            is_causal intersect.
+        allow_short: a sequence may have fewer keys than query tokens. By default this raises,
+            because usually seq_lens does not include the new tokens. The first queries are then at
+            negative positions, and is_causal and windows apply to them as in `flash_attn_varlen`.
+            CUDA requires is_causal or a window_right of 0, and clamps bad contents of such a call
+            without a report.
         batch_invariant: the bits of a sequence's results depend on that sequence alone, not on the
-            others of the call; `torch_gpukern.batch_invariant` switches it on for every call. On
-            the CPU they never do. docs/numerics.md has the cost on CUDA.
+            others of the call. `torch_gpukern.batch_invariant` switches this on for every call. On
+            the CPU it is always so. docs/numerics.md has the cost on CUDA.
         return_lse: return ``(out, lse)``.
 
     Returns:
         out [T, Hq, Dv] contiguous in q's dtype; with return_lse also lse [T, Hq], contiguous,
-        float32 (float64 with float64). A query that sees no key gives out 0 and lse -inf (its sink
-        where there is one).
+        float32 (float64 with float64). A query that sees no key has out 0 and lse -inf (its sink,
+        if it has one).
 
-    There is no gradient: a backward through it raises NotImplementedError. Under autocast q takes
-    the dtype of the cache where that has 16 bits, and so do sinks of 16 bits.
+    There is no gradient: a backward through it raises NotImplementedError. Under autocast q and
+    16-bit sinks are cast to the dtype of the cache, if that has 16 bits.
 
     Raises:
-        ValueError: a shape, dtype, device or value that the op does not take; on the CPU a scale
-            that is read and is not a finite number above 0 (on CUDA it is multiplied as it is).
-        IndexError: on the CPU, contents of block_table, seq_lens or cu_seqlens_q: a length that is
-            negative, beyond the table or shorter than its query tokens, a page outside the cache.
-            On CUDA they are clamped on the device and the next call or `check_errors` reports them.
+        ValueError: a shape, dtype, device or value that the op does not take. On the CPU, a scale
+            that is read and is not a finite number above 0. CUDA multiplies by any scale.
+        IndexError: on the CPU, bad contents of block_table, seq_lens or cu_seqlens_q: a length that
+            is negative, beyond the table or shorter than its query tokens, or a page outside the
+            cache. On CUDA they are clamped on the device, and the next call or `check_errors`
+            raises.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
     (2023), arXiv:2309.06180; the split of long contexts is that of Flash-Decoding (Dao et al.
@@ -160,33 +156,32 @@ def kv_cache_write(
 ) -> None:
     """Writes new keys and values into the pages of a cache.
 
-    ``k_cache[s // block_size, s % block_size] = k[t]`` with ``s = slots[t]``, and likewise v; with
-    a scale the stored value is ``k / k_scale``, saturated to the range of the cache's dtype and
-    rounded to nearest even. 8-bit caches saturate without a scale, too; infinities become the
-    largest
-    finite code, NaN stays NaN (int8: 0).
+    ``k_cache[s // block_size, s % block_size] = k[t]`` with ``s = slots[t]``, and likewise v. With
+    a scale, the stored value is ``k / k_scale``, saturated to the range of the cache's dtype and
+    rounded to nearest even. 8-bit caches saturate without a scale too: infinities become the
+    largest finite code. NaN stays NaN (int8: 0).
 
     Args:
         k: [T, Hkv, D], the cache's dtype; float32, bfloat16, float16 or float64 for 8-bit caches.
-            Any strides. k and v may share memory with the caches: the result is that of reading all
-            of both before anything is written.
+            Any strides. k and v may share memory with the caches: the result is as if all of both
+            were read before anything is written.
         v: [T, Hkv, Dv], k's dtype, any strides.
         k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides: k's dtype or
             float8_e4m3fn, float8_e5m2 or int8.
-        v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the same
-            tensor as k_cache, and must not overlap it.
+        v_cache: [num_blocks, block_size, Hkv, Dv], written in place. It may be a view of the tensor
+            that k_cache views, but must not overlap k_cache.
         slots: [T] int64 or int32. Tokens with a negative slot are skipped.
-        k_scale: [] or [Hkv] float32; of 8-bit caches also [num_blocks, Hkv]. None is 1.
+        k_scale: [] or [Hkv] float32; for 8-bit caches also [num_blocks, Hkv]. None is 1.
         v_scale: likewise. slots and scales must not share memory with the caches.
 
-    There is no gradient: the call raises NotImplementedError where an input requires one in grad
-    mode. Autocast casts nothing.
+    There is no gradient: if grad mode is on and an input requires one, the call raises
+    NotImplementedError. Autocast casts nothing.
 
     Raises:
-        ValueError: a shape, dtype or device that the op does not take; on the CPU a scale that is
-            used and is not a finite number above 0 (on CUDA it divides as it is).
+        ValueError: a shape, dtype or device that the op does not take. On the CPU, a scale that is
+            used and is not a finite number above 0. CUDA divides by any scale.
         IndexError: on the CPU, a slot past the end of the cache, before anything is written. On
-            CUDA such a token is skipped and the next call or `check_errors` reports it.
+            CUDA such a token is skipped, and the next call or `check_errors` raises.
 
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
     (2023), arXiv:2309.06180.
@@ -196,7 +191,7 @@ def kv_cache_write(
     args = k, v, k_cache, v_cache, slots, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         _kv_cache_write.overload(*args)
-    else:  # what the Autograd kernel would do, without the dispatcher's way there and back
+    else:  # what the Autograd kernel would do, without entering it through the dispatcher
         _write(*args)
 
 
@@ -239,8 +234,8 @@ def _cast(dtype, to, q, k_cache, sinks, **_):
 
 
 def _flops(q, k_cache, v_cache, block_table, window_left, window_right, is_causal, **_) -> int:
-    """At most 2 (D + Dv) for each query token, head and key: shapes tell the pages of a table, not
-    the lengths.
+    """An upper bound, 2 (D + Dv) for each query token, head and key: shapes give the pages of a
+    table, but not the lengths.
     """
     keys = block_table[1] * k_cache[1]
     if window_left >= 0:

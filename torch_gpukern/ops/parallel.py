@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The step before each call in a process that has torch.distributed.tensor, without importing it.
+"""Sharding rules of DTensor, and the refusal of attention inside torch's `context_parallel`.
 
-The first call after DTensor has been imported registers the ops' sharding rules. Inside torch's
-`context_parallel` a tensor holds only this rank's part of a sequence, and attention cannot tell. So
-attention is refused there, and the error names SDPA, which `context_parallel` replaces.
+`before` runs before each call of an op. The first call after torch.distributed.tensor has been
+imported registers the ops' sharding rules. This file never imports it. Inside `context_parallel` a
+tensor holds only this rank's part of a sequence, which attention cannot know. So attention is
+refused there, and the error names SDPA, which `context_parallel` replaces.
 """
 
 import math
@@ -20,7 +21,7 @@ __all__ = ["as_rows", "before"]
 _DTENSOR = "torch.distributed.tensor"
 _modules = sys.modules
 _registered = False
-_usual: Any = None  # the table of a dispatcher outside context_parallel
+_usual: Any = None  # DTensor's table of op handlers outside context_parallel
 
 
 def before(name: str, whole_sequences: bool) -> None:
@@ -29,7 +30,7 @@ def before(name: str, whole_sequences: bool) -> None:
     module = _modules.get(_DTENSOR)
     if module is None:
         return
-    if not _registered:  # a DTensor may be among the arguments, and looks like any tensor here
+    if not _registered:  # an argument may be a DTensor
         _register()
     if whole_sequences:
         _refuse_part(name, module)
@@ -37,7 +38,7 @@ def before(name: str, whole_sequences: bool) -> None:
 
 def _register() -> None:
     global _registered
-    # the module is still being imported, so there is no DTensor yet
+    # the module may still be importing, so that DTensor does not exist yet
     if not hasattr(_modules[_DTENSOR], "DTensor"):
         return
     _registered = True
@@ -49,7 +50,7 @@ def _register() -> None:
         ImportError,
         AttributeError,
         TypeError,
-    ) as error:  # of what torch has no public name for
+    ) as error:  # the rules use names of torch that are not public
         warnings.warn(
             f"torch_gpukern: the sharding rules do not fit torch {torch.__version__} ({error}); "
             f"DTensor refuses the ops",
@@ -65,7 +66,7 @@ def _refuse_part(name: str, module: Any) -> None:
         return
     if table is _usual:
         return
-    # context_parallel puts attention of its own here, in a table of its own, while it is active.
+    # while context_parallel is active, it installs its own table, which has its own attention
     if torch.ops.aten._scaled_dot_product_flash_attention.default in table:
         raise ValueError(
             f"{NAMESPACE}::{name}: called inside torch's context_parallel, where q, k and v are "
@@ -78,10 +79,12 @@ def _refuse_part(name: str, module: Any) -> None:
 
 
 def as_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """Tensors of one shape but for the last dimension, as matrices whose rows are all of theirs, in
-    one order. Where they lie alike, it is the order in which they lie, so that nothing is copied.
-    None for DTensors whose rows no order brings together without communication: those sharded in
-    two dimensions, or unevenly.
+    """Flattens tensors to matrices: all leading dimensions become rows, in the same order for all.
+    The tensors must have one shape but for the last dimension.
+
+    If all tensors have the same order of strides, the rows are in that order, so that nothing is
+    copied. None for DTensors that cannot be flattened without communication: those sharded in two
+    of these dimensions, or unevenly.
     """
     dims = tensors[0].dim() - 1
     dtensor = getattr(_modules.get(_DTENSOR), "DTensor", None)
@@ -98,7 +101,8 @@ def as_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 
 def _order_of_shards(dims: int, tensors: list[Any]) -> list[int] | None:
-    """The dimension that has shards comes first: so each rank's rows stay on it."""
+    """An order in which the sharded dimension is first, so that each rank's rows stay on that
+    rank."""
     shards = [1] * len(tensors)
     found = set()
     for i, x in enumerate(tensors):
@@ -115,8 +119,8 @@ def _order_of_shards(dims: int, tensors: list[Any]) -> list[int] | None:
 
 
 def _order_of_strides(dims: int, tensors: tuple[torch.Tensor, ...]) -> list[int] | None:
-    """The order in which all of them lie; None where they lie otherwise, or as their dimensions
-    are; and of symbols, which are not compared."""
+    """The order of dimensions by descending stride, if it is the same for all tensors. None if it
+    is not, if a tensor is contiguous, or if strides are symbols, which must not be compared."""
     strides = [x.stride() for x in tensors]
     if any(type(s) is not int for stride in strides for s in stride) or any(
         x.is_contiguous() for x in tensors

@@ -27,36 +27,35 @@ def quantize(
     scale: Tensor | None = None,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
-    """x as 8-bit codes and scales: ``codes * scale`` is x, rounded to what the codes can hold.
+    """Quantises x to 8-bit codes and scales, so that ``codes * scale`` approximates x.
 
-    Of each block ``scale = max(amax / q, 2^-126)`` with q = 448 (float8_e4m3fn), 57344
-    (float8_e5m2) or 127 (int8), and ``codes = x / scale`` in float32 (float64 of a float64 x),
-    rounded to nearest even and saturated. A block of zeros has a finite scale; one that holds an
-    infinity or NaN has the scale NaN, which every product of it shows.
+    For each block ``scale = max(amax / q, 2^-126)`` with q = 448 (float8_e4m3fn), 57344
+    (float8_e5m2) or 127 (int8). ``codes = x / scale`` in float32 (float64 for float64), rounded to
+    nearest even and saturated. A block of zeros has a finite scale. A block with an infinity or NaN
+    has the scale NaN, so that every product with it is NaN.
 
     Args:
         x: [..., M, K] float32, bfloat16, float16 or float64, any strides.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
-        granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 columns of a
-            row), ``"128x128"`` or ``"1x32"`` (OCP MX 1.0: powers of two, rounded up, so that
-            nothing saturates). Blocks at the ends are shorter.
-        scale_ub: float32 [] or [1], or a number, above 0: amax is at most that; what is larger
-        saturates.
-        scale: the scales to use, in place of those of amax (static quantisation): of the shape and
-            dtype that are returned, above 0. NaN is taken and shown.
+        granularity: the block that shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128
+            columns of a row), ``"128x128"`` or ``"1x32"`` (OCP MX 1.0: scales are powers of two,
+            rounded up so that nothing saturates). Blocks at the ends may be smaller.
+        scale_ub: float32 [] or [1], or a number, above 0: an upper bound of amax. Larger values of
+            x saturate.
+        scale: scales to use instead of those from amax (static quantisation), above 0, in the shape
+            and dtype of the result. A NaN is accepted, and its products are NaN.
 
     Returns:
-        (codes, scale), contiguous. codes [..., M, K]; scale float32, "tensor" [], "row" [..., M,
-        1], "1x128"
-        [..., M, ceil(K / 128)], "128x128" [..., ceil(M / 128), ceil(K / 128)], "1x32"
-        float8_e8m0fnu [..., M, ceil(K / 32)].
+        (codes, scale), contiguous. codes are [..., M, K]. scale is float32: "tensor" [], "row"
+        [..., M, 1], "1x128" [..., M, ceil(K / 128)], "128x128" [..., ceil(M / 128), ceil(K / 128)].
+        For "1x32" it is float8_e8m0fnu [..., M, ceil(K / 32)].
 
     No gradient: NotImplementedError.
 
     Raises:
-        ValueError: a dtype, granularity or shape that the op does not take; on the CPU a scale or
-            scale_ub of 0 or less (on CUDA codes saturate by 0, and have the other sign by a scale
-            below).
+        ValueError: a dtype, granularity or shape that the op does not take. On the CPU, a scale or
+            scale_ub of 0 or less. On CUDA, codes saturate with a scale of 0, and have the opposite
+            sign with a negative scale.
 
     Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling
     Formats 1.0 (2023).
@@ -75,11 +74,12 @@ def silu_mul_quantize(
     *,
     scale_ub: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`quantize` of ``silu(gate) * up``, which is float32 and never rounded to 16 bits.
+    """`quantize` of ``silu(gate) * up``, computed in float32 and never rounded to 16 bits.
 
     Args:
-        gate: [..., M, K] float32, bfloat16 or float16, any strides; a half of a larger tensor is
-        read in place. up: shape and dtype of gate, any strides.
+        gate: [..., M, K] float32, bfloat16 or float16, any strides. Half of a larger tensor is not
+            copied.
+        up: shape and dtype of gate, any strides.
         dtype: as in `quantize`.
         granularity: as in `quantize`.
         scale_ub: as in `quantize`.
@@ -110,7 +110,8 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`quantize` of an RMSNorm, ``h / sqrt(mean(h^2) + eps) * weight`` with ``h = x + residual``.
 
-    h is rounded to x's dtype, as it is returned; the norm is float32 and never rounded to 16 bits.
+    h is rounded to x's dtype, as it is returned. The norm is computed in float32 and never rounded
+    to 16 bits.
 
     Args:
         x: [..., M, K] float32, bfloat16 or float16, any strides.
@@ -122,8 +123,8 @@ def rms_norm_quantize(
         scale_ub: as in `quantize`.
 
     Returns:
-        (codes, scale, h): the first two as `quantize` returns them; h in x's dtype, without a
-        residual x itself.
+        (codes, scale, h): the first two as `quantize` returns them, h in x's dtype. Without a
+        residual, h is x itself.
 
     No gradient: NotImplementedError.
 
@@ -141,7 +142,7 @@ def rms_norm_quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``codes * scale``, rounded once: the values that quantised tensors stand for.
+    """The values of a quantised tensor: ``codes * scale``, rounded once.
 
     Args:
         codes: [..., M, K] float8_e4m3fn, float8_e5m2 or int8, any strides.
@@ -173,7 +174,7 @@ def _bound(op: str, scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None
     return torch.full((), scale_ub, dtype=torch.float32, device=x.device)
 
 
-# ---- shapes of symbols ---------------------------------------------------------------------------
+# ---- fake functions ------------------------------------------------------------------------------
 
 
 def _scale(x: Tensor, granularity: str) -> Tensor:
@@ -204,7 +205,7 @@ def _norm_symbolic(x, residual, dtype, granularity, **_):
 
 
 def _dequantize_symbolic(codes, dtype, **_):
-    # the schema's default, which torch passes to a fake function as a number
+    # torch passes the schema's default to a fake function as a number
     if isinstance(dtype, int):
         dtype = torch.float32
     return (codes.new_empty(codes.shape, dtype=dtype),)

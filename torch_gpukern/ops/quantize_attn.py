@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""quantize_attn: q, k and v as the codes, scales and means that flash_attn takes."""
+"""quantize_attn: quantises q, k and v to FP8 codes and scales for flash_attn."""
 
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ _E4M3 = torch.float8_e4m3fn
 
 
 class QuantizedAttn(NamedTuple):
-    """What `quantize_attn` returns, named as `flash_attn` names its arguments:
+    """The result of `quantize_attn`. Fields have the names of `flash_attn`'s arguments:
     ``flash_attn(**quantized._asdict())``."""
 
     q: Tensor
@@ -40,28 +40,30 @@ def quantize_attn(
     hadamard: bool = False,
     center_v: bool = True,
 ) -> QuantizedAttn:
-    """q, k and v for `flash_attn` and `flash_attn_varlen` in float8_e4m3fn:
+    """Quantises q, k and v to float8_e4m3fn for `flash_attn` and `flash_attn_varlen`:
     ``flash_attn(**quantize_attn(q, k, v)._asdict())``.
 
-    Each is codes times scales, as `quantize` makes them: ``scale = max(amax / 448, 2^-126)``.
+    Codes and scales are those of `quantize`: ``scale = max(amax / 448, 2^-126)``.
 
     Args:
         q: [B, Hq, S, D], or packed [T, Hq, D]; float32, bfloat16 or float16, any strides.
         k: [B, Hkv, Sk, D], or packed [T, Hkv, D], q's dtype.
         v: [B, Hkv, Sk, Dv], or packed [T, Hkv, Dv], q's dtype.
-        per: what shares a scale: ``"tensor"``, a ``"head"`` of a sequence (packed: of all
-            sequences), or a ``"block"`` of 128 tokens of a head, which packed tensors cannot have.
-        hadamard: rotate q and k by one orthogonal matrix, a Hadamard matrix with the signs of its
-            rows drawn once and for all. Scores stay what they are, and what was large in few
-            columns is spread over all. Where D is no power of two its blocks are as large as the
-            power of two that divides it.
-        center_v: take the mean over tokens from v, a channel at a time, and return it as v_mean.
-            What the values have in common is then neither rounded to 4 bits nor summed in few.
+        per: the elements that share a scale: the ``"tensor"``, a ``"head"`` of a sequence (packed:
+            of all sequences), or a ``"block"`` of 128 tokens of a head. Packed tensors cannot have
+            blocks.
+        hadamard: rotate q and k by one orthogonal matrix, a Hadamard matrix with fixed signs of its
+            rows. Scores do not change, but outliers in a few columns are spread over all columns.
+            If D is no power of two, the matrix consists of blocks as large as the largest power of
+            two that divides D.
+        center_v: subtract from v its mean over tokens, for each channel, and return it as v_mean.
+            The common part of the values is then neither rounded to 8-bit codes nor summed with the
+            tensor cores' reduced precision.
 
     Returns:
-        QuantizedAttn: codes q, k and v, contiguous; q_scale, k_scale and v_scale float32 [], [B, H]
-        (packed [H]) or [B, H, ceil(S / 128)]; v_mean float32 [B, Hkv, Dv] (packed [Hkv, Dv]), None
-        without center_v.
+        QuantizedAttn: the codes q, k and v are contiguous. q_scale, k_scale and v_scale are float32
+        [], [B, H] (packed [H]) or [B, H, ceil(S / 128)]. v_mean is float32 [B, Hkv, Dv] (packed
+        [Hkv, Dv]), or None without center_v.
 
     No gradient: NotImplementedError.
 
@@ -119,7 +121,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, per: str) -> None:
 
 
 def _quantized(x: Tensor, per: str) -> tuple[Tensor, Tensor]:
-    """Codes of x's shape and its scales: a row of `quantize` is all that shares one."""
+    """Codes of x's shape, and scales. x is reshaped so that the elements that share a scale are one
+    row of `quantize`."""
     if per == "tensor":
         return quantize(x, _E4M3, "tensor")
     if x.dim() == 3:  # [T, H, D] by heads
@@ -138,12 +141,13 @@ def _quantized(x: Tensor, per: str) -> tuple[Tensor, Tensor]:
 
 
 def _signs(q: Tensor) -> Tensor:
-    """[D, D] of 1, -1 and, outside blocks of a power of two, 0, in q's dtype; its rows are
-    orthogonal.
+    """The rotation [D, D] without its factor, in q's dtype: 1 and -1 in blocks on the diagonal
+    whose size is a power of two, and 0 outside. Its rows are orthogonal.
 
-    Made by arithmetic on q's device, so that it is captured and compiled as any op is. Sylvester's
-    matrix has -1 at (i, j) where i & j has an odd number of ones; the signs of its rows are bits of
-    a product with the golden ratio, so that no row of q that people make is one of it.
+    It is computed on q's device, so that it can be captured and compiled. Sylvester's Hadamard
+    matrix has -1 at (i, j) if i & j has an odd number of ones. Each row then gets a sign, a bit of
+    i times the golden ratio (2654435761 / 2^32), so that a typical row of q is not a row of the
+    matrix.
     """
     dim = q.shape[-1]
     block = _block(dim)
@@ -156,12 +160,12 @@ def _signs(q: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, signs: Tensor) -> Tensor:
-    """x times the matrix, float32."""
+    """x times the orthogonal matrix, in float32."""
     return gemm(x, signs, out_dtype=torch.float32) * _block(x.shape[-1]) ** -0.5
 
 
 def _block(dim: int) -> int:
-    """The largest power of two that divides it, a number also where dim is a symbol."""
+    """The largest power of two, at most 512, that divides dim. A number even if dim is a symbol."""
     block = 1
     while block < 512 and dim % (2 * block) == 0:
         block *= 2

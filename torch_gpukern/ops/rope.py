@@ -27,23 +27,25 @@ def rope(
 
     Args:
         q: [B, Hq, S, D], or packed [T, Hq, D]; float32, bfloat16, float16 or float64, any strides;
-            where the last dimension is not dense it is copied first.
+            If the last dimension is not contiguous, it is copied first.
         k: [B, Hkv, S, D], or packed [T, Hkv, D], q's dtype.
-        cos: [P, R / 2] float32 (or float64 beside float64), a row for each position. The first R <=
-        D columns are rotated, the others copied. sin: likewise.
-        positions: [S] or [B, S] (packed [T]), int32 or int64, rows of cos and sin; 0 .. S - 1 where
-        not given. interleaved: x1, x2 are columns 2 i and 2 i + 1; else columns i and i + R / 2.
+        cos: [P, R / 2] float32 (float64 with float64), a row for each position. The first R <= D
+            columns are rotated, the others copied.
+        sin: likewise.
+        positions: [S] or [B, S] (packed [T]), int32 or int64: rows of cos and sin. None is
+            0 .. S - 1.
+        interleaved: x1 and x2 are columns 2 i and 2 i + 1. By default they are columns i and
+            i + R / 2.
 
     Returns:
         (q, k) rotated, in their dtype, each stored in the order of its argument's dimensions.
 
-    Gradients: q and k; twice differentiable in them. Under autocast both take the wider of their
-    dtypes.
+    Gradients: q and k. Twice differentiable. Under autocast both take the wider of their dtypes.
 
     Raises:
         ValueError: a shape or dtype that the op does not take.
-        IndexError: a position outside cos. On CUDA the last row serves it, and the error is raised
-            by the next call of an op or by `check_errors`.
+        IndexError: a position outside cos. CUDA uses the last row instead, and the next call of an
+            op or `check_errors` raises the error.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021),
     arXiv:2104.09864.

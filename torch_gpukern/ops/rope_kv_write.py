@@ -31,27 +31,28 @@ def rope_kv_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotates new queries and keys and writes keys and values into the pages of a cache; returns
+    """Rotates new queries and keys, writes keys and values into the pages of a cache, and returns
     the rotated queries.
 
-    Each head of q and k is first normalised where a weight is given, ``x / sqrt(mean(x^2) + eps) *
-    weight``, then rotated as `rope` does, both in float32 and rounded once: q to its dtype, k to
-    the cache's. Keys and values are written as `kv_cache_write` does, 8-bit caches included. One
-    launch on CUDA.
+    If a weight is given, each head of q or k is first normalised: ``x / sqrt(mean(x^2) + eps) *
+    weight``. Then it is rotated as `rope` does. Both happen in float32, rounded once: q to its
+    dtype, k to the cache's. Keys and values are written as `kv_cache_write` does, also into 8-bit
+    caches. One launch on CUDA.
 
     Args:
-        q: [T, Hq, D] float32, bfloat16, float16 or float64, any strides; where the last dimension
-            of q, k or v is not dense it is copied first. All three may share memory with the
-            caches.
+        q: [T, Hq, D] float32, bfloat16, float16 or float64, any strides. If the last dimension of
+            q, k or v is not contiguous, that tensor is copied first. All three may share memory
+            with the caches.
         k: [T, Hkv, D], q's dtype.
         v: [T, Hkv, Dv], q's dtype.
-        cos: [P, R / 2] float32 (or float64 beside float64): the first R <= D columns are rotated.
+        cos: [P, R / 2] float32 (float64 with float64): the first R <= D columns are rotated.
         sin: likewise.
         positions: [T] int32 or int64, rows of cos and sin.
         k_cache: [num_blocks, block_size, Hkv, D], q's dtype or of 8 bits, written in place.
         v_cache: [num_blocks, block_size, Hkv, Dv], likewise.
-        slots: [T] int64 or int32. A token with a negative slot is not written; its query is rotated
-        all the same. q_weight: [D] in q's dtype or of 16 or 32 bits; None: q is not normalised.
+        slots: [T] int64 or int32. A token with a negative slot is not written, but its query is
+            rotated.
+        q_weight: [D] in q's dtype or of 16 or 32 bits. With None q is not normalised.
         k_weight: [D], likewise for k.
         eps: of the norm.
         interleaved: as in `rope`.
@@ -61,13 +62,14 @@ def rope_kv_write(
     Returns:
         q rotated, [T, Hq, D] in q's dtype.
 
-    There is no gradient: NotImplementedError where an input requires one in grad mode.
+    There is no gradient: if grad mode is on and an input requires one, the call raises
+    NotImplementedError.
 
     Raises:
         ValueError: a shape, dtype or device that the op does not take.
-        IndexError: a position outside cos, or a slot past the end of the cache. On the CPU nothing
-            has been written then; on CUDA the last row of cos serves the token, or the token is not
-            written, and the next call or `check_errors` reports it.
+        IndexError: a position outside cos, or a slot past the end of the cache. The CPU raises
+            before anything is written. CUDA uses the last row of cos, or does not write the token,
+            and the next call or `check_errors` raises.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021),
     arXiv:2104.09864; Henry et al., "Query-Key Normalization for Transformers" (2020),
@@ -84,7 +86,7 @@ def rope_kv_write(
     args = *needed.values(), q_weight, k_weight, number(eps), interleaved, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         return _op.overload(*args)
-    # what the Autograd kernel would do, without the dispatcher's way there and back
+    # what the Autograd kernel would do, without entering it through the dispatcher
     return _write(*args)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The arguments of attention in Python: Rules, a call's by name, with what the schemas say of them.
+"""Rules: the arguments of an attention call by name, and their defaults from the schemas.
 
 Names, defaults and types come from the table GK_ATTENTION (ops/rules.h) through the schemas. Public
-functions spell them out, because that is what users read. All other code takes and hands on
-`**rules`, and names what it reads.
+functions spell the arguments out for their readers. All other code takes and passes on `**rules`,
+and names only the arguments that it reads.
 """
 
 import functools
@@ -41,8 +41,9 @@ def defaults_of(*names: str) -> dict[str, Any]:
 
 
 def states(*names: str) -> Callable:
-    """A function that states what the ops `names` compute: it takes their arguments, by place or
-    keyword, and gets those that have a default as `**rules`, all of them.
+    """Decorates a function that states what the ops `names` compute. The result takes the ops'
+    arguments by position or keyword. The function gets all arguments that have a default, as
+    `**rules`.
     """
 
     def decorate(statement: Callable) -> Callable:

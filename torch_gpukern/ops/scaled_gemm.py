@@ -35,41 +35,42 @@ def scaled_gemm(
 
     ``out = activation(sum_k (a * scale_a) (b * scale_b) + beta * c + bias)``
 
-    All of it is float32 and rounded once. Sums of int8 within a block of scales are exact int32;
-    with one scale along K that is all of it. On CUDA those of powers of two in a byte along K may
-    be float32, too. Scales are read in their natural order, whatever their strides, and every mix
-    of them is taken.
+    Everything is computed in float32 and rounded once. Sums of int8 products that share their
+    scales are exact int32. If the scales do not vary along K, that is the whole sum. With
+    float8_e8m0fnu scales that vary along K, CUDA may sum int8 in float32. Scales may have any
+    strides, and all shapes of scale_a and scale_b may be combined.
 
     Args:
         a: [M, K] float8_e4m3fn or float8_e5m2, or int8; any strides.
         b: [K, N] likewise, int8 with int8 alone; any strides.
         scale_a: float32 or float8_e8m0fnu: [] or [1], or [Sm, Sk] with Sm of 1, ceil(M / 128), M
             and Sk of 1, ceil(K / 128), ceil(K / 32): element (i, k) has the scale of its row or
-            block. `quantize` makes them.
-        scale_b: likewise [Sk, Sn]; a transposed scale of a transposed weight is one.
-        bias: [N] float32, or the dtype of a 16-bit result; beside a float32 or 8-bit result any of
-        16 bits too.
-        c: likewise, broadcasts to [M, N]; with ``beta=0`` it is not read.
+            block. `quantize` returns such scales.
+        scale_b: likewise [Sk, Sn]. The scale of a transposed weight is passed transposed.
+        bias: [N] float32, or the dtype of a 16-bit result. With a float32 or 8-bit result also any
+            16-bit dtype.
+        c: likewise, broadcasts to [M, N]. With ``beta=0`` it is not read.
         beta: factor of c.
         out_scale: float32 [] or [1]: an 8-bit result is divided by it, rounded to nearest even and
-        saturated. activation: as in `gemm`.
+            saturated.
+        activation: as in `gemm`.
         out_dtype: bfloat16 (the default), float16, float32, float8_e4m3fn, float8_e5m2 or int8.
-        accumulate: ``"precise"``: no sum in the few bits that Hopper's 8-bit instruction keeps
-            spans more than 128 of K; ``"fast"``: it may span all of K, which costs 2e-1 of the
-            result where summands have one sign and K is 16384. For 8-bit floats with one scale
-            along K.
+        accumulate: Hopper's 8-bit instruction sums with few bits. ``"precise"`` adds its sums to
+            float32 after at most 128 of K. ``"fast"`` may let one such sum span all of K, for 8-bit
+            floats whose scales do not vary along K. The relative error is then up to 2e-1, if all
+            summands have one sign and K is 16384.
 
     Returns:
-        [M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``, of finite scales.
+        [M, N] contiguous. With K = 0 and finite scales it is ``activation(beta * c + bias)``.
 
     No gradient: NotImplementedError.
 
     Raises:
-        ValueError: a dtype, shape, scale or word that the op does not take; int8 with one scale
-            along a K over 131071, where a sum may leave int32.
+        ValueError: a dtype, shape, scale or word that the op does not take; int8 with K over 131071
+            and scales that do not vary along K, because a sum may overflow int32.
 
-    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), arXiv:2412.19437, section 3.3 (blocks, and
-    sums in two levels).
+    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), arXiv:2412.19437, section 3.3 (scales of
+    blocks, and promotion of partial sums).
     """
     if more or unknown:
         refuse_unknown(scaled_gemm, unknown, more)

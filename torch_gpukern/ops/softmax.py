@@ -21,7 +21,7 @@ def softmax(
     lengths: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Softmax of scale * x over the last dimension, of each row's first columns.
+    """Softmax of scale * x over the last dimension, or over the first columns of each row.
 
     In float32, rounded once (float64 for float64)::
 
@@ -29,13 +29,11 @@ def softmax(
 
     Args:
         x: [..., N], float32, bfloat16, float16 or float64; N may be 0. Leading dimensions may have
-        any
-            strides; where the last one is not dense x is copied first.
+            any strides. If the last dimension is not contiguous, x is copied first.
         scale: finite.
-        lengths: [...] int32, x's shape without the last dimension: how many columns of the row take
-            part. The others give 0 and are not read; so does every column of a row of length 0.
-            Values are clamped to
-            [0, N]; no length is read on the host.
+        lengths: [...] int32, x's shape without the last dimension: the number of columns of each
+            row that are read. The result is 0 in the other columns. Values are clamped to [0, N],
+            on the device.
 
     Returns:
         [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in
@@ -62,8 +60,7 @@ def log_softmax(x: Tensor, *more: NoReturn, scale: float = 1.0, **unknown: NoRet
 
     Args:
         x: [..., N], float32, bfloat16, float16 or float64; N may be 0. Leading dimensions may have
-        any
-            strides; where the last one is not dense x is copied first.
+            any strides. If the last dimension is not contiguous, x is copied first.
         scale: finite.
 
     Returns:

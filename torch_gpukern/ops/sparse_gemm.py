@@ -14,21 +14,22 @@ __all__ = ["sparse_gemm", "sparse_pack"]
 
 
 def sparse_pack(w: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight of which two of every four elements along K are zero, as the other two and where
-    they stand.
+    """Packs a 2:4 sparse weight: of every four elements along K, two are zero. Returns the other
+    two and their positions.
 
     Args:
-        w: [N, K], K a multiple of 4, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8; any
-        strides. A NaN is no zero.
+        w: [N, K], K a multiple of 4, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, any
+            strides. A NaN counts as non-zero.
 
     Returns:
-        (values, meta): values [N, K / 2] of w's dtype, the non-zeros of each four in order, zeros
-        at the lowest free places where there are fewer than two; meta [N, ceil(K / 8)] uint8, four
-        bits for each four, low ones first: the places of the two, the first in the low two bits.
+        (values, meta). values [N, K / 2] in w's dtype: two elements of each group of four, in
+        order. If a group has fewer than two non-zeros, zeros at the lowest free positions are taken
+        too. meta [N, ceil(K / 8)] uint8: four bits for each group, low bits first. They are the
+        positions of the two elements, the first in the low two bits.
 
     Raises:
-        ValueError: a dtype or shape that the op does not take; more than two non-zeros of four (on
-            the CPU; a GPU keeps the first two).
+        ValueError: a dtype or shape that the op does not take. On the CPU, more than two non-zeros
+            in a group; a GPU keeps the first two.
 
     Mishra et al., "Accelerating Sparse Deep Neural Networks" (2021), arXiv:2104.08378.
     """
@@ -50,19 +51,21 @@ def sparse_gemm(
     """Activations times a 2:4 sparse weight: ``out = activation((a @ w.T) * scale_a * scale_b +
     bias)``.
 
-    Sums are float32, of int8 exact int32; rounded once.
+    Sums are float32, or exact int32 for int8. The result is rounded once.
 
     Args:
-        a: [M, K] of the weight's dtype, of 8-bit floats either; any strides, any M.
-        values: what `sparse_pack` returned for w [N, K]; rows may be narrowed.
-        meta: likewise. It is trusted: with bytes that `sparse_pack` does not make results are
-        undefined.
-        scale_a: of 8 bits: float32 or float8_e8m0fnu [], [1] or [M, 1]; None is 1.
+        a: [M, K] in the weight's dtype, any strides, any M. The two 8-bit float dtypes may be
+            mixed.
+        values: the result of `sparse_pack` for w [N, K], or some of its rows.
+        meta: likewise. It is not checked: with bytes that `sparse_pack` does not make, results are
+            undefined.
+        scale_a: for 8-bit dtypes: float32 or float8_e8m0fnu [], [1] or [M, 1]. None is 1.
         scale_b: likewise [], [1] or [1, N].
-        bias: [N] float32, or the dtype of a 16-bit result; beside a float32 result any of 16 bits
-        too.
+        bias: [N] float32, or the dtype of a 16-bit result. With a float32 result also any 16-bit
+            dtype.
         activation: as in `gemm`.
-        out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
+        out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or
+            float32.
 
     Returns:
         [M, N] contiguous.

@@ -3,7 +3,7 @@
 
 __all__ = ["batch_invariant"]
 
-# Functions under torch.compile guard on it, so that flipping it compiles them anew.
+# Compiled code guards on this variable, so changing it compiles functions again.
 is_batch_invariant = False
 
 
@@ -12,8 +12,8 @@ class batch_invariant:
 
     While it is on, every `paged_attn` call behaves as with ``batch_invariant=True``: the bits of a
     sequence's results depend on that sequence alone, not on the other sequences of the call. A
-    captured graph keeps the state of its capture. Called as a statement it stays; as a context
-    manager it restores the state before.
+    captured graph keeps the state at its capture. A plain call switches for good. As a context
+    manager, it restores the previous state.
 
     Args:
         on: the new state.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Vectors beside rows of another dtype: weights of norms and of classes."""
+"""Conversion of parameter vectors whose dtype is not that of the rows: weights of norms and of
+classes."""
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ def widened(vector: Tensor | None, rows: Tensor, own: bool = True) -> Tensor | N
     """`vector` [N] in a dtype that kernels read beside `rows`: float32, float64 beside float64, and
     the dtype of rows if `own`.
 
-    A vector of fewer bits is widened, which is exact, and its gradient comes back in its own dtype.
-    One of more bits would be rounded: it stays, and the op refuses it by name.
+    A vector of fewer bits is widened, which is exact. Its gradient is in its own dtype. A vector of
+    more bits would be rounded, so it is returned unchanged, and the op refuses it.
     """
     if not isinstance(vector, Tensor) or not isinstance(rows, Tensor):
         return vector

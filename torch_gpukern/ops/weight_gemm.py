@@ -32,25 +32,26 @@ _CODES = {
 
 
 def pack_weight(q: Tensor, format: WeightFormat, *, scale: Tensor | None = None) -> Tensor:
-    """The codes of a weight in the order in which `weight_gemm` reads them, on every device.
+    """Packs the codes of a weight in the order in which `weight_gemm` reads them. The order is the
+    same on every device.
 
     Args:
-        q: [N, K], an element a code, any strides: int8 for ``"int4"`` (-8 to 7) and ``"int8"``,
+        q: [N, K], one code an element, any strides. int8 for ``"int4"`` (-8 to 7) and ``"int8"``;
             uint8 for ``"uint4"`` (0 to 15), ``"mxfp4"`` and ``"nvfp4"`` (0 to 15: a sign bit, then
-            e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6), float8_e4m3fn for ``"e4m3"``.
-        format: one of these.
-        scale: the scales that will go with them, [ceil(K / g), N]: looked at, not packed. Their
-            values must be finite and positive, which waits for the device.
+            e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6); float8_e4m3fn for ``"e4m3"``.
+        format: the name of the format.
+        scale: the scales that will be used with the codes, [ceil(K / g), N]. They are only checked:
+            all must be finite and positive. The check waits for the device.
 
     Returns:
-        uint8 [ceil(N / 64), ceil(K / 64), 2048 or, of 8 bits, 4096]. Its first two dimensions may
-        be narrowed: a slice of tiles is the packed slice of the weight, so that shards of a weight
-        are shards of this. Codes beyond N and K are 0.
+        uint8 [ceil(N / 64), ceil(K / 64), 2048], or 4096 for 8-bit codes. A slice of the first two
+        dimensions is the packed slice of the weight, so a packed weight can be sharded. Codes
+        beyond N and K are 0.
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take; a scale of another shape, or
-        not positive and finite. IndexError: a code that the format does not have (on the CPU; a GPU
-        takes the low four bits).
+            one that is not positive and finite.
+        IndexError: on the CPU, a code that the format does not have. A GPU takes its low four bits.
 
     Frantar et al., "MARLIN" (2024), arXiv:2408.11743: weights in the order of the tensor cores'
     fragments.
@@ -83,8 +84,8 @@ def unpack_weight(packed: Tensor, n: int, k: int, format: WeightFormat) -> Tenso
     """The codes that `pack_weight` packed, bit for bit.
 
     Args:
-        packed: uint8 [ceil(n / 64), ceil(k / 64), bytes]; the first two dimensions may have any
-        strides.
+        packed: uint8 [ceil(n / 64), ceil(k / 64), bytes]. The first two dimensions may have any
+            strides.
         n: rows of the weight.
         k: its columns.
         format: the format that it was packed in.
@@ -115,35 +116,37 @@ def weight_gemm(
     out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Activations times a packed weight of few bits.
+    """Activations times a packed weight of 4 or 8 bits.
 
-    ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale``
-    rounded to a's dtype, sums in float32. Of a float8_e4m3fn a each group's float32 sum is
-    multiplied by its scale instead; so is it on CUDA for a small M of any a, whose weights then are
-    not rounded.
+    ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale``,
+    rounded to a's dtype, and sums in float32. For a float8_e4m3fn a, the float32 sum of each group
+    of k is multiplied by the group's scale instead. CUDA does the same for a small M of any dtype.
+    Weights are then not rounded.
 
     Args:
         a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.
-        packed: what `pack_weight` returned for [N, K], or a slice of it.
-        scale: [ceil(K / g), N], g of 16, 32, 64, 128, 256 or K: a group of k shares a scale. a's
-            dtype (of an e4m3 a bfloat16) or float32; "mxfp4": float8_e8m0fnu or float32, g 32;
-            "nvfp4": float8_e4m3fn or float32, g 16. Any strides.
+        packed: the result of `pack_weight` for [N, K], or a slice of it.
+        scale: [ceil(K / g), N], any strides. g consecutive k share a scale: 16, 32, 64, 128, 256 or
+            K. In float32 or a's dtype (bfloat16 for a float8_e4m3fn a). For "mxfp4" float8_e8m0fnu
+            or float32 and g = 32; for "nvfp4" float8_e4m3fn or float32 and g = 16.
         n: rows of the weight, columns of the result.
         format: the format of packed.
-        zero: uint8 like scale, for "uint4"; None is 8.
+        zero: uint8 of scale's shape, for "uint4". None is 8.
         global_scale: float32 [] or [1], for "nvfp4".
-        scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: of its rows, as `quantize`
-        makes them. bias: [N] float32, or the dtype of a 16-bit result; beside a float32 result any
-        of 16 bits too.
+        scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: scales of its rows, as
+            `quantize` returns them.
+        bias: [N] float32, or the dtype of a 16-bit result. With a float32 result also any 16-bit
+            dtype.
         activation: as in `gemm`.
-        out_dtype: a's dtype (the default; of a float8_e4m3fn a bfloat16 or float16) or float32.
+        out_dtype: a's dtype or float32. For a float8_e4m3fn a bfloat16 (the default), float16 or
+            float32.
 
     Returns:
-        [..., M, N] contiguous. A row of a that is one 1 and zeros gives a column of the decoded
-        weight bit for bit.
+        [..., M, N] contiguous. If a row of a is a single 1 and zeros, the result row is a column of
+        the decoded weight, bit for bit.
 
-    Gradients: of a 16-bit a, by the decoded weight, and of bias, without an activation; others
-    raise NotImplementedError. Under autocast a float32 a is cast.
+    Gradients: a and bias, for a 16-bit a without an activation. Others raise NotImplementedError.
+    Under autocast a float32 a is cast.
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take.
@@ -159,7 +162,7 @@ def weight_gemm(
     )
 
 
-# ---- shapes of symbols ---------------------------------------------------------------------------
+# ---- fake functions ------------------------------------------------------------------------------
 
 
 def _pack_symbolic(q, format, **_):
@@ -209,7 +212,7 @@ def decode_weight(
 
 
 def _of_each_k(x: Tensor, k: int) -> Tensor:
-    """[ceil(K / g), N] -> [N, K], or [N, 1] where one group has all of K; float32"""
+    """[ceil(K / g), N] -> [N, K], or [N, 1] if one group has all of K. float32."""
     groups = x.shape[0]
     group = (
         k if groups == 1 else next(g for g in (256, 128, 64, 32, 16) if (k + g - 1) // g == groups)
@@ -218,11 +221,11 @@ def _of_each_k(x: Tensor, k: int) -> Tensor:
 
 
 def spread(scale: Tensor, group: int, k: int) -> Tensor:
-    """[N, ceil(K / group)] -> [N, K]; one group alone stays [N, 1].
+    """[N, ceil(K / group)] -> [N, K]. [N, 1] is returned unchanged.
 
-    The last group, where it is not full, is expanded by itself. Inductor miscompiles the obvious
-    forms: a ``repeat_interleave(group, 1)[:, :k]``, an expand, or a ``scale[:, arange(k) //
-    group]`` is written up to the last full group alone (torch 2.13, CPU).
+    If the last group is not full, it is expanded by itself. Inductor miscompiles the obvious forms:
+    of ``repeat_interleave(group, 1)[:, :k]``, an expand, or ``scale[:, arange(k) // group]`` it
+    writes only the full groups (torch 2.13, CPU).
     """
     if scale.shape[1] == 1:
         return scale
@@ -249,7 +252,7 @@ def _save(needs, args, out):
 
 
 def _backward(needs, packed, scale, zero, global_scale, n, format, dtype, k, bias_dtype, **values):
-    """a's as if the weight were not packed: it is decoded whole, in a's dtype."""
+    """The gradient of a multiplies by the whole weight, decoded in a's dtype."""
     grad, made = values[f"grad_{_weight_gemm.results[0]}"], {}
     if "a" in needs:
         w = decode_weight(packed, scale, n, k, format, dtype, zero=zero, global_scale=global_scale)
@@ -260,7 +263,8 @@ def _backward(needs, packed, scale, zero, global_scale, n, format, dtype, k, bia
 
 
 def _cast(dtype, to, a, **_):
-    """Of 16 bits stay what they are: scale has their dtype or float32, and bias may have float32."""
+    """Casts a float32 a. 16-bit tensors are not cast, because scale must have a's dtype or
+    float32."""
     return {"a": to(a, dtype)} if a.dtype is torch.float32 else {}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a call of the wrong types is told: torch's own text names a position and prints values and
-the whole schema."""
+"""Errors for arguments of wrong types. They name the argument and the expected type. torch's own
+text names a position, and prints values and the whole schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = {"float": (float, int), "Optional[float]": (float, int), "int": (int,
 
 
 class WrongType(ValueError, RuntimeError):
-    """A ValueError, as what the ops refuse, and the RuntimeError that torch raises of such a call."""
+    """A ValueError, as the ops raise, and a RuntimeError, as torch raises for such a call."""
 
 
 def _kind(x: Any) -> str:
@@ -27,8 +27,8 @@ def _kind(x: Any) -> str:
 
 
 def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
-    """Raises WrongType for the first of `arguments`, (name, type in the schema, value), that is of
-    another type; else it returns, and what torch has raised stands.
+    """Raises WrongType for the first of `arguments`, (name, type in the schema, value), that has
+    another type. If none has, it returns, and the caller raises torch's error again.
     """
     for name, kind, x in arguments:
         text = _wrong(kind, x)
@@ -41,14 +41,14 @@ def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
 
 
 def refuse_non_bool(op: str, name: str, x: Any) -> None:
-    """Of an argument that only a public function has. It is quick, and compilers trace it."""
+    """WrongType unless x is True or False, for an argument that the op does not have. It is fast
+    and can be traced."""
     if x is not True and x is not False:
         raise WrongType(f"{op}: {name} must be True or False, got {_kind(x)}")
 
 
 def refuse_non_tensors(op: str, **given: Any) -> None:
-    """As `refuse_types`, of arguments that must be dense tensors. It is quick, and compilers trace
-    it."""
+    """`refuse_types` for arguments that must be dense tensors. It is fast and can be traced."""
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.is_nested:
             refuse_types(op, ((name, "Tensor", x),))
@@ -66,7 +66,7 @@ def _wrong(kind: str, x: Any) -> str | None:
             else ""
         )
         return f"must be a Tensor{'' if kind == 'Tensor' else ' or None'}, got {_kind(x)}{hint}"
-    if isinstance(x, Tensor):  # torch reads a number in a tensor
+    if isinstance(x, Tensor):  # torch accepts a tensor of one number
         one = kind not in _NUMBERS or x.numel() == 1
         return None if one else f"must be a number, got a tensor of shape {list(x.shape)}"
     if kind == "str":

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Decoder layers with few launches.
 
-A layer of transformers launches some 25 kernels beside a step's products: an add, a norm, three
-projections, ten for the rotation, a write, and so on. In a decoding step each takes about as long as
-a launch. A layer in Llama's form runs as these instead:
+A decoder layer of transformers launches some 25 small kernels: an add, a norm, three projections,
+ten for the rotation, a cache write, and so on. In a decoding step, each takes about as long as a
+launch. A layer with Llama's structure runs as these nine launches instead:
 
-    1 norm, with the residual added          (and quantised, where the products take codes)
-    2 q, k, v as one product
+    1 add the residual and normalise         (and quantise, if the products take codes)
+    2 q, k and v as one product
     3 QK norm, rotation and the write into the cache
     4 attention
     5 o
     6 as 1
     7 gate and up as one product
-    8 activation and product                 (and quantised)
+    8 activation times up                    (and quantise)
     9 down
 
-The names of a layer's modules do not say what it computes. So three tokens run through the network,
-and a layer is replaced only if its queries, keys, values and result agree with the layer's own.
+TransformersModel calls `fuse` once, and runs its network inside `Fused.active`. The names of a
+layer's modules do not say what it computes. So `fuse` runs three tokens through the network. It
+replaces a layer only if the fused queries, keys, values and result agree with the layer's own.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from ..ops import geglu, quantize, rms_norm_quantize, silu_mul_quantize, swiglu
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-TOKENS = 3  # of the trial
-# How far results may be off, as a share of their standard deviation: the largest difference of
-# logits, and the root mean square of a layer's. What computes something else is off by more than
-# one, or by 0.17 where one of 32 heads does. Rounding of activations to few bits makes large steps
-# of small differences.
+TOKENS = 3  # of the trial run
+# How far results may differ, relative to their standard deviation. EXACT and ROUNDED bound the
+# largest difference of logits; LAYER_ROUNDED and EXACT bound the root mean square difference of a
+# layer's results. A layer that computes something else differs by more than 1, or by 0.17 if only
+# one of 32 heads does. ROUNDED is large because rounding activations to few bits amplifies small
+# differences.
 EXACT, ROUNDED = 1e-2, 0.25
 LAYER_ROUNDED = 0.1
 
@@ -59,8 +61,8 @@ class Norm(NamedTuple):
     offset: float
 
     def __call__(self, x: Tensor, residual: Tensor | None, product: Joined | None) -> Any:
-        """(what the product takes, x + residual). For a product of codes these are (codes,
-        scale)."""
+        """Returns (the input of the product, x + residual). If the product takes quantised
+        activations, its input is (codes, scale)."""
         codes = None if product is None else product.codes
         if codes is not None and not self.offset and x.shape[0]:
             *made, h = rms_norm_quantize(x, self.weight, residual, self.eps, *codes)
@@ -71,7 +73,7 @@ class Norm(NamedTuple):
 
 
 def norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
-    """The norm that a module computes, None where it does more."""
+    """The norm that a module computes. None if the module is no RMS norm, or does more."""
     if "forward" in vars(module) or has_hooks(module):
         return None
     if type(module) is SimilarRMSNorm:
@@ -88,35 +90,36 @@ def norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
 
 
 def times(product: Joined, x: Any, dtype: torch.dtype) -> Tensor:
-    """The product of what a Norm made."""
+    """The product with the output of a Norm."""
     return product.of_codes(*x, dtype) if isinstance(x, tuple) else product(x)
 
 
 class Between:
-    """What layers of a run share: the angles, and the norm that the layer before has computed."""
+    """State that the layers of one run share: the angles of the rotation, and the norm that the
+    previous layer has computed for the next."""
 
     def __init__(self, served_by: Any) -> None:
         self.served_by = served_by
-        self.hidden: Tensor | None = None  # the result of the layer before
-        self.rows: Tensor | None = None  # the same, [T, H]
-        self.normed: Any = None  # what follows it, normed
+        self.hidden: Tensor | None = None  # the result of the previous layer
+        self.rows: Tensor | None = None  # the same as [T, H]
+        self.normed: Any = None  # the same, normalised for the next layer's first product
         self.known: dict[int, tuple] = {}
         self.positions: Tensor | None = None
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """cos and sin [T, R / 2] in float32, and the rows of them that tokens take."""
+        """cos and sin [T, R / 2] in float32, and each token's row of them."""
         found = self.known.get(id(cos))
         if found is None:
             half = cos.shape[-1] // 2
             rows = tuple(x.flatten(0, -2)[:, :half].float().contiguous() for x in (cos, sin))
-            found = self.known[id(cos)] = (*rows, cos)  # cos is kept, so that its id is its own
+            found = self.known[id(cos)] = (*rows, cos)  # keeping cos keeps its id unique
         if self.positions is None:
             self.positions = torch.arange(found[0].shape[0], device=cos.device)
         return found[0], found[1], self.positions
 
 
 class FusedLayer:
-    """A decoder layer as this page's head says. `rules` are what attention was called with."""
+    """A decoder layer in nine launches. `rules` are the arguments of its attention call."""
 
     def __init__(self, layer: Any, index: int, products: tuple[Joined, ...], rules: dict) -> None:
         attention, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
@@ -137,7 +140,7 @@ class FusedLayer:
             self.heads |= {f"{name}_weight": norm.weight, "eps": norm.eps}
         if self.first is None or self.second is None:
             raise ValueError("a norm is no plain RMS norm")
-        self.next: tuple[Norm, Joined | None] | None = None  # what follows the layer
+        self.next: tuple[Norm, Joined | None] | None = None  # the norm and product behind the layer
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> Tensor:
         dtype, served_by = hidden.dtype, between.served_by
@@ -177,15 +180,15 @@ class FusedLayer:
 
 
 class Fused:
-    """The layers of a network that run fused, for one TransformersModel."""
+    """The fused layers of a TransformersModel's network."""
 
     def __init__(self) -> None:
         self.layers: dict[Any, FusedLayer] = {}
-        self.norm: Any = None  # the norm behind the last layer, where that layer computes it
+        self.norm: Any = None  # the network's last norm, if the last fused layer computes it
 
     @contextmanager
     def active(self, served_by: Any) -> Iterator[None]:
-        """The network runs fused inside. Outside, its modules are as they were."""
+        """Inside the context the network runs fused. Outside, its modules are unchanged."""
         between = Between(served_by)
         replaced = []
         try:
@@ -221,7 +224,8 @@ def _norm_forward(norm: Any, between: Between) -> Any:
 
 
 class Seen:
-    """What one layer did in a run: its input, angles and result, what attention was given."""
+    """The record of one layer's run: its input, angles and result, and the query and arguments of
+    its attention call."""
 
     hidden: Tensor
     angles: tuple[Tensor, Tensor]
@@ -231,7 +235,7 @@ class Seen:
 
 
 def fuse(served_by: Any) -> Fused:
-    """Finds the layers of the model that run as this page's head says, and joins their weights."""
+    """Finds the layers of the model that can run fused, and joins their weights."""
     found, net = Fused(), served_by.model
     layers = [m for m in net.modules() if m._modules.keys() == LAYER and _candidate(m)]
     if not layers:
@@ -263,7 +267,7 @@ def _candidate(layer: Any) -> bool:
 
 
 def _watched(served_by: Any, layers: list[Any]) -> dict[Any, Seen]:
-    """Runs three tokens and returns what each layer did."""
+    """Runs three tokens through the network and returns a record of each layer."""
     seen: dict[Any, Seen] = {}
     by_index = {layer.self_attn.layer_idx: layer for layer in layers}
 
@@ -301,7 +305,7 @@ def _watched(served_by: Any, layers: list[Any]) -> dict[Any, Seen]:
 
 
 def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | None:
-    """The layer fused, where it does what the layer did."""
+    """The fused layer. None if its results differ from those that the layer's own run left."""
     attention, mlp = layer.self_attn, layer.mlp
     weight = layer.input_layernorm._parameters.get("weight")
     if weight is None or seen.hidden.dtype is not weight.dtype or seen.hidden.shape[0] != 1:
@@ -344,8 +348,8 @@ def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | 
 
 
 def _chain(found: Fused, net: Any, layers: list[Any]) -> None:
-    """Tells each fused layer the norm and the product behind it: those of the next layer, or the
-    network's last norm."""
+    """Sets `next` of each fused layer: the first norm and product of the next layer if that is
+    fused, or the network's last norm."""
     for module in net.modules():
         inner = module._modules.get("layers")
         if not isinstance(inner, nn.ModuleList) or not any(m in found.layers for m in inner):

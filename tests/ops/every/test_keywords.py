@@ -456,8 +456,10 @@ def test_a_small_call_hands_on_no_defaults(name, monkeypatch):
     from torch_gpukern.ops.op import Op
 
     op = next(op for op in Op.every if op.name == name)
-    seen, bare = [], op.bare
-    monkeypatch.setattr(op, "bare", lambda *args: (seen.append(len(args)), bare(*args))[1])
+    seen, unguarded = [], op.unguarded
+    monkeypatch.setattr(
+        op, "unguarded", lambda *args: (seen.append(len(args)), unguarded(*args))[1]
+    )
     x = torch.randn(8, 8) if name == "gemm" else torch.randn(1, 1, 8, 8)
     getattr(torch_gpukern, name)(*[x] * op.required)
     assert seen == [op.required]
@@ -472,7 +474,9 @@ def test_a_small_backward_hands_on_no_defaults(name, inside, monkeypatch):
     x = torch.randn(8, 8) if name == "gemm" else torch.randn(1, 1, 8, 8)
     tensors = [x.clone().requires_grad_() for _ in range(op.required)]
     out = getattr(torch_gpukern, name)(*tensors)
-    seen, bare = [], of_gradient.bare
-    monkeypatch.setattr(of_gradient, "bare", lambda *args: (seen.append(len(args)), bare(*args))[1])
+    seen, unguarded = [], of_gradient.unguarded
+    monkeypatch.setattr(
+        of_gradient, "unguarded", lambda *args: (seen.append(len(args)), unguarded(*args))[1]
+    )
     out.sum().backward()
     assert set(seen) == {of_gradient.required} and all(x.grad is not None for x in tensors)

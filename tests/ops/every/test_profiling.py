@@ -38,7 +38,9 @@ def attention(requires_grad=False):
 
 
 def ways_in():
-    return [(op.bare, op.overload._op, getattr(torch.ops.gpukern, op.name)._op) for op in Op.every]
+    return [
+        (op.unguarded, op.overload._op, getattr(torch.ops.gpukern, op.name)._op) for op in Op.every
+    ]
 
 
 def test_off_there_are_none_and_nothing_is_left(heard, ab):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model of the barrier protocol of paged_latent_sm90a.cu (latent_loop.cuh), run under random
-schedules. It has the warp that loads and the warps of both warpgroups. Copies and products may end
-at any time.
+schedules. It has the loading warp and the warps of both warpgroups. Copies and products may end at
+any time.
 
-A run fails if nothing can proceed, if something is overwritten while it is read, or if anything
-reads bytes of another step. Then each rule is broken in turn, and the model must detect it. The wait
-for the rotary part is not among them: the order of the copies implies it.
+A run fails if nothing can proceed, if a buffer is overwritten while it is read, or if a read sees
+bytes of another step. Then each rule of the protocol is broken in turn, and the model must detect
+it. The wait for the rotary part is not broken, because the order of the copies implies it.
 """
 
 import os
@@ -18,12 +18,12 @@ from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 400
 WARPS = 2  # warps of a warpgroup; the kernel has four
 PANELS = ((0, 1), (2, 3), (4,))  # of each part of a chunk; the kernel has four, four and one
-ROPE = 2  # the part with the rotary columns, then P
+ROPE = 2  # the part that holds the rotary columns, and later P
 KERNEL = "attn/paged/paged_latent_sm90a.cu"
 
 
 def count(barrier):
-    """The arrivals of a barrier, from the source, for this model's warps."""
+    """The arrivals of a barrier, read from the kernel's source and scaled to this model's warps."""
     found = arrivals(KERNEL, f"smem_s + S::{barrier}", warps=WARPS)
     return found // 4 * WARPS if barrier == "Q_EMPTY" else found
 
@@ -54,7 +54,7 @@ class Place:
 
 
 class Product:
-    """Asynchronous products of a warp: they read some places until they end."""
+    """Asynchronous products of a warp, which read some buffers until they end."""
 
     def __init__(self, block, places, what):
         self.places, self.done = places, False
