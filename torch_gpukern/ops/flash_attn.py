@@ -74,7 +74,7 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, finite, |scale| <= 1e38 unless q is float64. None is
+        scale: factor of the scores, finite, `|scale| <= 1e38` unless q is float64. None is
             1 / sqrt(D).
         diagonal: the key index that query 0 is aligned with. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``. Pass ``Sk - Sq`` for the

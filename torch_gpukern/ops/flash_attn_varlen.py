@@ -65,7 +65,7 @@ def flash_attn_varlen(
         max_seqlen_q: upper bound of the sequences' query lengths. It only sizes the launch.
         max_seqlen_k: upper bound of the sequences' key lengths.
         is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
-        scale: factor of the scores, finite, |scale| <= 1e38 unless q is float64. None is
+        scale: factor of the scores, finite, `|scale| <= 1e38` unless q is float64. None is
             1 / sqrt(D).
         window_left: keys before the diagonal that a query sees; -1 is no bound. Windows and ALiBi
             count from the same bottom-right diagonal.

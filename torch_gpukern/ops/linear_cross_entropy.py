@@ -85,7 +85,7 @@ def linear_cross_entropy(
 
     Gradients in the forward pass: Liger Kernel, arXiv:2410.10989. Logits computed again in
     backward: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
-        arXiv:2411.09009.
+    arXiv:2411.09009.
     """
     if more or unknown:
         refuse_unknown(linear_cross_entropy, unknown, more)

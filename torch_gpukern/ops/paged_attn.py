@@ -70,7 +70,7 @@ def paged_attn(
         cu_seqlens_q: [B + 1] int32: sequence b owns query tokens ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. None gives each sequence T / B tokens.
         max_seqlen_q: upper bound of the query tokens of a sequence. Read only with cu_seqlens_q.
-        scale: factor of the scores, finite, |scale| <= 1e38 unless q is float64. None is
+        scale: factor of the scores, finite, `|scale| <= 1e38` unless q is float64. None is
             1 / sqrt(D).
         window_left: keys before its own position that a query sees; -1 is no bound.
         softcap: ``softcap * tanh(s / softcap)``; 0 switches it off.
