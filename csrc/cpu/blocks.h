@@ -133,7 +133,8 @@ TABLE gk_skinny_blocks gk_skinny_blocks_avx512bf16 = {64,   16384, 32, 64, 4,   
 
 /* ---- attention -------------------------------------------------------------------------------
  * A block of bq query lanes reads tiles of bkv keys. An entry serves head_dims up to
- * max_head_dim (the larger of D and Dv; the last entry serves GK_CACHE_HEAD_DIM). If there are fewer than min_tasks blocks, bq is halved. */
+ * max_head_dim (the larger of D and Dv; the last entry serves GK_CACHE_HEAD_DIM). If there are
+ * fewer than min_tasks blocks, bq is halved. */
 typedef struct gk_attn_blocks {
     int64_t max_head_dim, bq, bkv, min_tasks;
 } gk_attn_blocks;
