@@ -9,9 +9,10 @@
     block_mask = create_block_mask(mask_mod, B, H, Sq, Sk, device=q.device)
     out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=block_mask)
 
-A BlockMask of any mask_mod is taken: its lists say which blocks are seen whole and in part, and
-mask_mod is evaluated once for the partial ones. A score_mod is a program, which kernels that are
-compiled ahead cannot run: only those that this module makes are taken.
+A BlockMask of any mask_mod is taken. mask_mod is evaluated once, for all pairs of positions. If the
+blocks are 128 x 128, the BlockMask's lists say which of them are full, partial or empty; otherwise
+the evaluated mask does. A score_mod is a program, which kernels that are compiled ahead cannot run.
+Only the three that this module makes are taken.
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def flex_attention(
         kernel_options: ignored; they choose among FlexAttention's own kernels.
 
     Raises:
-        ValueError: a score_mod of one's own; fewer heads of key without enable_gqa.
+        ValueError: a score_mod that this module did not make; fewer heads of key without enable_gqa.
     """
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ValueError(

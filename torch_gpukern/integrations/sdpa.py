@@ -25,7 +25,8 @@ mask, a mask with dropout, or shapes or dtypes beyond gpukern's kernels.
 PyTorch chooses the kernel first. These calls never get here: calls without a mask that it sends to
 cuDNN or its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
 nn.MultiheadAttention and nn.TransformerEncoderLayer.
-``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
+``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` makes PyTorch choose the flash
+kernels.
 """
 
 import functools
@@ -111,9 +112,10 @@ def _override(library: torch.library.Library, name: str, key: str, ours: Callabl
 
 
 def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
-    """ours, whose parameters have the names of a schema's arguments, for calls in the order of this
-    torch's schema: ours itself where the order is the same, since every call pays for what is done
-    between. torch leaves out what has its default.
+    """`ours`, callable with positional arguments in the order of this torch's schema. The parameters
+    of `ours` have the names of the schema's arguments. If their order is the same, `ours` itself is
+    returned, because a wrapper would cost time in every call. torch leaves out arguments that have
+    their default value.
     """
     names = [a.name for a in schema.arguments if not a.kwarg_only]
     known = [

@@ -60,9 +60,9 @@ class _Plan(NamedTuple):
     """The parts of a model's forward."""
 
     base: str  # the module that gives the hidden states, by its dotted name
-    positional: tuple[str, ...]  # the arguments of the forward that the base is given in order,
-    named: tuple[str, ...]  # and by name,
-    rest: bool  # and whether it is given the others
+    positional: tuple[str, ...]  # arguments of the forward that the base gets by position
+    named: tuple[str, ...]  # arguments of the forward that the base gets by name
+    rest: bool  # whether the base also gets the forward's **kwargs
     head: str
     rules: tuple[Callable[[Any], dict[str, float]], ...]  # what happens to logits before the loss
     routers: bool  # whether output_router_logits adds a loss

@@ -420,7 +420,7 @@ def load_balancing_loss(
 
     Args:
         router_logits: [..., E] of one layer, or a sequence of these, whose tokens are joined.
-        top_k: experts that a token meets.
+        top_k: the number of experts that each token is sent to.
         mask: [...], nonzero for tokens that count; the same for every layer.
 
     Returns:

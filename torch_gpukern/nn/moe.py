@@ -42,11 +42,11 @@ def grouped_experts(
         x: [T, H] float32, bfloat16 or float16.
         expert_of: [T, J] int32 or int64.
         weight_of: [T, J].
-        up: [E, H, I] in x's dtype, any strides (``w.mT`` of what is stored as a Linear's).
-        down: [E, I', H], any strides; I' is what gate leaves of I.
-        gate: of [R, I], row by row.
+        up: [E, H, I] in x's dtype, any strides (``w.mT`` of weights stored as in nn.Linear).
+        down: [E, I', H], any strides; gate maps I columns to I'.
+        gate: a function of rows [R, I] that treats each row alone.
         up_bias, down_bias: [E, I] and [E, H].
-        after: of each expert's result, [R, H], before it is weighted.
+        after: a function applied to each expert's result [R, H] before it is weighted.
 
     Returns:
         [T, H] in x's dtype. Gradients of all floating arguments.
@@ -115,13 +115,13 @@ class MoE(torch.nn.Module):
     Args:
         hidden_size: H, of x.
         intermediate_size: I.
-        num_experts: how many.
-        top_k: how many a token meets.
+        num_experts: the number of experts.
+        top_k: the number of experts that each token is sent to.
         normalize: the weights of the chosen ones sum to 1.
-        activation: as in `torch_gpukern.gemm`; SwiGLU where it is silu.
+        activation: as in `torch_gpukern.gemm`; with silu the layer is SwiGLU.
 
-    ``forward(x)`` takes [..., H]; ``forward(x, return_logits=True)`` returns the router's logits,
-    too, which a loss of balance reads. `torch_gpukern.distributed.shard_experts` spreads the
+    ``forward(x)`` takes [..., H]; ``forward(x, return_logits=True)`` also returns the
+    router's logits, for a load-balancing loss. `torch_gpukern.distributed.shard_experts` spreads the
     experts over ranks.
     """
 

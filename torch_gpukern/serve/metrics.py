@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine has done, as numbers."""
+"""Counters and durations of an engine's work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-KEPT = 10_000  # of the newest times
+KEPT = 10_000  # the newest durations, from which percentiles are taken
 # Upper ends of a histogram's buckets, in seconds: 1, 2, 5 of each power of ten.
 ENDS = tuple(m * 10.0**e for e in range(-3, 2) for m in (1, 2, 5))
 
@@ -37,7 +37,7 @@ class Times:
         return sum(self.counts)
 
     def percentile(self, q: float) -> float:
-        """Of the newest; 0 where there is none."""
+        """Of the newest durations; 0 if there are none."""
         return percentile(self.newest.copy(), q, 0.0)
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Weights as files of compressed-tensors have them, which transformers loads: what
-`quantize_directory(layout="compressed-tensors")` writes.
+"""Weights in the file format of compressed-tensors, which transformers loads:
+`quantize_directory(layout="compressed-tensors")` writes it.
 
-A scale is rounded to the weight's dtype before the codes are chosen, because loaders keep it so.
+A scale is rounded to the weight's dtype before the codes are chosen, because loaders keep scales in
+that dtype.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def multiple_of(recipe: str) -> int:
 
 
 def tensors_of(recipe: str, w: Tensor) -> Tensors:
-    """The tensors of a layer's weight [N, K], by their names behind the layer's."""
+    """The tensors that store a layer's weight [N, K]. Their names follow the layer's name."""
     n, k = w.shape
     scheme = SCHEMES[recipe]
     made = scheme.pack(w)
@@ -97,7 +98,8 @@ def _words(codes: Tensor, bits: int) -> Tensor:
 
 
 def config_of(recipe: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """config.json's quantization_config; ignore: the linear layers that stay."""
+    """config.json's quantization_config; ignore: the linear layers that stay
+    unquantised."""
     name, weights, activations = CONFIGS[recipe]
     group = {"targets": ["Linear"], "weights": weights}
     if activations is not None:

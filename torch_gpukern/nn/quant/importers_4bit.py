@@ -99,8 +99,9 @@ def from_nvfp4(
     *,
     bias: Tensor | None = None,
 ) -> QuantizedLinear:
-    """A layer of compressed-tensors' format "nvfp4-pack-quantized": 4-bit floats, an e4m3 scale a
-    16. Activations stay 16 bits: the files' input_global_scale is not asked for.
+    """A layer of compressed-tensors' format "nvfp4-pack-quantized": 4-bit floats, with an
+    e4m3 scale for every 16. Activations stay 16 bits, so the files' input_global_scale is not
+    needed.
 
     Args:
         weight_packed: uint8 [N, K / 2], e2m1 codes, even k in the low half.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which recipe decodes fastest, by how many requests decode at once and on what.
+"""Which recipe decodes fastest, for a number of simultaneous requests and a device.
 
 The figures are those of docs/quantise.md: tokens a second of a model in the shape of Llama 3 8B,
 over bfloat16's.
