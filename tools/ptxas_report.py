@@ -14,9 +14,8 @@ nor a GPU. Prints one line per kernel, sorted by name:
 
 The hot loop is the innermost loop with the most matrix instructions, or without any the one with
 the most FFMA, or else the longest. If a kernel has wgmma, it is the shortest loop with the most of
-them,
-innermost or not: a wait for a barrier is a loop inside it. The same holds if mma.sync occurs only
-around the innermost loops.
+them, innermost or not, because a wait for a barrier is a loop inside it. The same holds if mma.sync
+occurs only around the innermost loops.
 """
 
 import argparse
