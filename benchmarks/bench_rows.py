@@ -118,7 +118,7 @@ def pair(
 
 
 def cases_beside(device: torch.device, quick: bool, compiled: bool):
-    """The cases that Liger or quack has, too."""
+    """The cases that Liger or quack also has."""
     of = {"device": device, "dtype": torch.bfloat16}
     for m, n in SHAPES_BESIDE:
         for case in row_cases(m, n, "bf16", of, compiled, beside=True):
@@ -323,7 +323,7 @@ def own_options(parser: argparse.ArgumentParser) -> None:
         "--compile", action="store_true", help="torch.compile of torch's own beside it"
     )
     parser.add_argument(
-        "--peers", action="store_true", help="what Liger and quack have too, beside them"
+        "--peers", action="store_true", help="cases that Liger or quack also has, beside them"
     )
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # elements of a program where there are no rows
+BLOCK = 1024  # elements of a program of an elementwise kernel
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def gelu_kernel(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def bias_gelu_dropout_kernel(x, bias, out, n, cols, p, seed, BLOCK: tl.constexpr):
-    """Element i is kept where uniform random number i of the seed is p or more: Philox, no mask in
-    memory."""
+    """Element i is kept if the seed's uniform random number i is at least p. The numbers are made by
+    Philox, so no mask is in memory."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
     value = tl.load(x + at, mask=here).to(tl.float32) + tl.load(bias + at % cols, mask=here).to(
