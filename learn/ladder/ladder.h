@@ -24,7 +24,7 @@ enum {
 typedef struct gk_ladder_rung {
     const char *name;
     const char *change;      /* what changed against the rung before */
-    const char *source;      /* file, from csrc/cuda/ */
+    const char *source;      /* ladder/X.cu in learn/, or gemm/X.cu in csrc/cuda/product/ */
     double predicted_tflops; /* at 4096 cubed on one H200, by learn/benchmarks/ladder_model.py,
                                 before it was measured */
     int32_t after; /* of rungs 14 to 18, the rung that it stands behind; 0 for the others */
