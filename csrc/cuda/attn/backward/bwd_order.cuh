@@ -45,9 +45,9 @@ struct BwdGrid {
     static constexpr int PARTS = 4;
     int units, keys, rows, together, lead, lag;
     /* set by prepare(): */
-    int last;            /* sets from `last` on have no rows tasks among their keys */
-    Divisor by_together; /* divisors; for a set: */
-    /* rows, keys, keys + rows, keys + rows + rounding */
+    int last; /* sets from `last` on have no rows tasks among their keys */
+    Divisor by_together;
+    /* by the number of a set's tasks: rows, keys, keys + rows, keys + rows + rounding */
     Divisor by_rows, by_keys, by_keys_rows, by_all;
 
     GK_HD int sets() const { return (units + together - 1) / together; }

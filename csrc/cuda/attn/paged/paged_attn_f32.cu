@@ -2,8 +2,8 @@
 /* paged_attn_f32: attention of a few query tokens a sequence over a paged cache in float32, with
  * multiply-adds in full precision.
  *
- *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
- * hi(t))
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
+ *           over the keys j in [lo(t), hi(t))
  *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
  * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any

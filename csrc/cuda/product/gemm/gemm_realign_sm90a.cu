@@ -4,8 +4,8 @@
  *
  * Grid: a block for every THREADS 16-byte chunks of the copies, one matrix after the other. A
  * thread owns one chunk, so a warp writes 512 contiguous bytes and reads as many. Several chunks
- * a thread, in registers or in a loop, took longer: they need more lines of code, and code is
- * cold at every launch.
+ * a thread, in registers or in a loop, took longer: they need more instructions, and the
+ * instruction cache is cold at every launch.
  *
  * A chunk of a dense row is made from the one or two aligned 16-byte chunks around it, by
  * shifting. The second is the next lane's first and comes from L1. The kernel reads both only if
