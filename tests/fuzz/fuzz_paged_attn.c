@@ -23,8 +23,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         tokens += each[b];
         longest = gk_max_i64(longest, each[b]);
     }
-    const int64_t more = uneven ? fz_int(0, 2) : 0,
-                  ends = batch + 1; /* some tokens belong to no sequence */
+    const int64_t more = uneven ? fz_int(0, 2) : 0; /* tokens that belong to no sequence */
+    const int64_t ends = batch + 1;
     const int64_t q_shape[3] = {tokens + more, heads, dim},
                   o_shape[3] = {tokens + more, heads, dim_v};
     const int64_t k_shape[4] = {pages, page, heads_kv, dim},
