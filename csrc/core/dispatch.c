@@ -38,9 +38,9 @@ static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
 
 /* On AMX machines VDPBF16PS is slow, so the avx512bf16 instances are skipped: a call that AMX
  * does not serve uses avx512. */
-static bool runs_with_isa(gk_isa row, gk_isa isa) {
-    if (isa <= GK_ISA_AVX512BF16) return row <= isa;
-    return row == isa || row <= GK_ISA_AVX512;
+static bool runs_with_isa(gk_isa own, gk_isa isa) {
+    if (isa <= GK_ISA_AVX512BF16) return own <= isa;
+    return own == isa || own <= GK_ISA_AVX512;
 }
 
 static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
@@ -48,11 +48,11 @@ static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const
     gk_isa isa = GK_ISA_BASE;
     int n;
     GK_TRY(find_isa(ctx, &isa));
-    const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
+    const gk_cpu_instance *instances = gk_cpu_instances(op, &n);
     for (int i = 0; i < n; ++i)
-        if (rows[i].dtype == dtype && runs_with_isa(rows[i].isa, isa)) {
+        if (instances[i].dtype == dtype && runs_with_isa(instances[i].isa, isa)) {
             ++num_asked;
-            if (!rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) continue;
+            if (!instances[i].kernel->plan(ctx, args, gk_plan_begin(plan, &instances[i]))) continue;
             ++num_kernel_plans;
             return GK_OK;
         }
@@ -88,10 +88,10 @@ const gk_gpu *gk_dispatch_gpu(const gk_context *ctx) {
     return gpu;
 }
 
-static bool plan_instance(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+static bool plan_instance(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                           gk_plan *plan) {
     ++num_asked;
-    if (!row->plan(row, ctx, args, gk_plan_begin(plan, row))) return false;
+    if (!instance->plan(instance, ctx, args, gk_plan_begin(plan, instance))) return false;
     ++num_kernel_plans;
     return true;
 }
@@ -142,14 +142,15 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
                    gpu->arch % 10);
 }
 
-bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *row, const gk_context *ctx,
+bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *instance, const gk_context *ctx,
                                     const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
-        if (row >= tables[t]->instances && row < tables[t]->instances + tables[t]->num_instances)
-            return runs_on(tables[t], gpu) && row->dtype == args->a.dtype &&
-                   plan_instance(row, ctx, args, plan);
+        if (instance >= tables[t]->instances &&
+            instance < tables[t]->instances + tables[t]->num_instances)
+            return runs_on(tables[t], gpu) && instance->dtype == args->a.dtype &&
+                   plan_instance(instance, ctx, args, plan);
     return false;
 }
 
@@ -161,8 +162,8 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     if (!gpu) return false;
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);
-    const gk_cuda_instance *row = gk_preferred(&key);
-    if (!row || !gk_dispatch_plan_gemm_instance(row, ctx, gpu, args, plan)) return false;
+    const gk_cuda_instance *instance = gk_preferred(&key);
+    if (!instance || !gk_dispatch_plan_gemm_instance(instance, ctx, gpu, args, plan)) return false;
     plan->preferred = true;
     return true;
 }
@@ -248,24 +249,24 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
 }
 
 /* ---- what a call would do -------------------------------------------------------------------- */
-static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
-    const bool reference = row->dtype == GK_F64;
-    snprintf(out->instance, sizeof out->instance, reference ? "%s_%s" : "%s_%s_%s", row->name,
-             gk_type_of(row->dtype)->short_name, gk_isa_names[row->isa]);
-    snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
+static void name_cpu_kernel(const gk_cpu_instance *instance, gk_explanation *out) {
+    const bool reference = instance->dtype == GK_F64;
+    snprintf(out->instance, sizeof out->instance, reference ? "%s_%s" : "%s_%s_%s", instance->name,
+             gk_type_of(instance->dtype)->short_name, gk_isa_names[instance->isa]);
+    snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[instance->isa]);
 }
 
 /* Blocks of the instance that an SM of this machine's GPU holds at once. */
-static gk_status find_blocks(const gk_context *ctx, const gk_cuda_instance *row, int *blocks) {
+static gk_status find_blocks(const gk_context *ctx, const gk_cuda_instance *instance, int *blocks) {
     *blocks = 1;
 #ifdef GPUKERN_HAS_CUDA
-    if (!row->blocks_per_sm) return GK_OK;
+    if (!instance->blocks_per_sm) return GK_OK;
     const int32_t before = gk_gpu_enter(ctx->index);
     if (before < 0) return GK_ERR_DEVICE;
-    *blocks = row->blocks_per_sm();
+    *blocks = instance->blocks_per_sm();
     gk_gpu_leave(before);
 #else
-    (void)ctx, (void)row;
+    (void)ctx, (void)instance;
 #endif
     return GK_OK;
 }
@@ -273,15 +274,16 @@ static gk_status find_blocks(const gk_context *ctx, const gk_cuda_instance *row,
 /* A described GPU cannot be asked how many blocks it holds, so there the waves of some instances
  * stay unknown. */
 static gk_status explain_cuda(const gk_context *ctx, const gk_plan *plan, gk_explanation *out) {
-    const gk_cuda_instance *row = plan->kernel;
+    const gk_cuda_instance *instance = plan->kernel;
     const bool described = ctx->index >= GK_FIRST_DESCRIBED_GPU;
-    snprintf(out->instance, sizeof out->instance, "%s", row->name);
-    snprintf(out->isa, sizeof out->isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
+    snprintf(out->instance, sizeof out->instance, "%s", instance->name);
+    snprintf(out->isa, sizeof out->isa, "%s",
+             strstr(instance->name, "_sm90a") ? "sm_90a" : "sm_80");
     out->preferred = plan->preferred;
     out->waves = plan->waves;
-    if (plan->waves == 0 && !(row->blocks_per_sm && described)) {
+    if (plan->waves == 0 && !(instance->blocks_per_sm && described)) {
         int blocks;
-        GK_TRY(find_blocks(ctx, row, &blocks));
+        GK_TRY(find_blocks(ctx, instance, &blocks));
         out->waves = (double)plan->tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
     }
     return GK_OK;

@@ -47,7 +47,7 @@ const gk_gpu *gk_dispatch_gpu(const gk_context *ctx);
 gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype,
                                    const void *args, gk_plan *plan);
 /* Plans the call with this one instance of gemm. False if the instance does not serve it. */
-bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *row, const gk_context *ctx,
+bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *instance, const gk_context *ctx,
                                     const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan);
 
 #endif

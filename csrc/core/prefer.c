@@ -165,7 +165,7 @@ gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) 
 typedef struct entry {
     uint64_t hash; /* of the key */
     gk_gemm_key key;
-    const void *row; /* the instance, atomic; NULL = forgotten */
+    const void *instance; /* the instance, atomic; NULL = forgotten */
 } entry;
 
 /* Sorted by hash. Its keys never change. */
@@ -227,7 +227,7 @@ static void sort_in(void) {
         for (size_t i = 0; i < before; ++i) {
             all->all[i].hash = current->all[i].hash;
             all->all[i].key = current->all[i].key;
-            all->all[i].row = __atomic_load_n(&current->all[i].row, __ATOMIC_RELAXED);
+            all->all[i].instance = __atomic_load_n(&current->all[i].instance, __ATOMIC_RELAXED);
         }
         memcpy(all->all + before, added, num_added * sizeof(entry));
         all->count = before + num_added;
@@ -243,7 +243,7 @@ static void sort_in(void) {
 const void *gk_preferred(const gk_gemm_key *key) {
     if (__atomic_load_n(&any_added, __ATOMIC_ACQUIRE)) sort_in();
     const entry *found = find(__atomic_load_n(&current, __ATOMIC_ACQUIRE), key);
-    return found ? __atomic_load_n(&found->row, __ATOMIC_RELAXED) : NULL;
+    return found ? __atomic_load_n(&found->instance, __ATOMIC_RELAXED) : NULL;
 }
 
 /* Appends a new key to `added`. NULL if there is no memory. */
@@ -259,13 +259,13 @@ static entry *add(const gk_gemm_key *key) {
     return &added[num_added++];
 }
 
-gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
+gk_status gk_prefer(const gk_gemm_key *key, const void *instance) {
     gk_status status = GK_OK;
     pthread_mutex_lock(&writing);
     entry *found = find(current, key);
     for (size_t i = 0; !found && i < num_added; ++i)
         if (memcmp(&added[i].key, key, sizeof *key) == 0) found = &added[i];
-    if (!found && row) {
+    if (!found && instance) {
         found = add(key);
         if (found)
             __atomic_store_n(&any_added, 1, __ATOMIC_RELAXED);
@@ -273,9 +273,9 @@ gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
             status = gk_fail(GK_ERR_DEVICE, "out of memory");
     }
     if (found) {
-        __atomic_fetch_add(&gk_num_preferred, (row != NULL) - (found->row != NULL),
+        __atomic_fetch_add(&gk_num_preferred, (instance != NULL) - (found->instance != NULL),
                            __ATOMIC_RELAXED);
-        __atomic_store_n(&found->row, row, __ATOMIC_RELAXED);
+        __atomic_store_n(&found->instance, instance, __ATOMIC_RELAXED);
     }
     pthread_mutex_unlock(&writing);
     return status;
@@ -284,7 +284,7 @@ gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
 void gk_prefer_none(void) {
     pthread_mutex_lock(&writing);
     for (size_t i = 0; current && i < current->count; ++i)
-        __atomic_store_n(&current->all[i].row, NULL, __ATOMIC_RELAXED);
+        __atomic_store_n(&current->all[i].instance, NULL, __ATOMIC_RELAXED);
     num_added = 0;
     __atomic_store_n(&any_added, 0, __ATOMIC_RELEASE);
     __atomic_store_n(&gk_num_preferred, 0, __ATOMIC_RELAXED);

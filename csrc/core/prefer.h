@@ -50,8 +50,8 @@ static inline bool gk_any_preferred(void) {
     return __atomic_load_n(&gk_num_preferred, __ATOMIC_RELAXED) != 0;
 }
 
-const void *gk_preferred(const gk_gemm_key *key);             /* NULL = none */
-gk_status gk_prefer(const gk_gemm_key *key, const void *row); /* row NULL forgets */
+const void *gk_preferred(const gk_gemm_key *key);                  /* NULL = none */
+gk_status gk_prefer(const gk_gemm_key *key, const void *instance); /* NULL forgets */
 void gk_prefer_none(void);
 
 #ifdef __cplusplus

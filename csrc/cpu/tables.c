@@ -2,16 +2,9 @@
 /* tables.c: every CPU kernel by op, dtype and instruction set, best set first. dispatch.c takes
  * the first instance that serves a call; gk_context.cpu_isa hides the better sets.
  *
- * The symbols, for grep, are gk_<stem>_<isa>. For base, avx2, avx512 and avx512bf16 the stems
- * are
- *  gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd
- *  gk_paged_attn gk_kv_cache_write gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm
- *  gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm gk_scaled_gemm_vnni
- *  gk_sparse_gemm_vnni
- * gk_flash_attn_fp8 has base, avx2 and avx512 only, because its cells are float32. For amx and
- * amx_emulated the stems are
- *  gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_scaled_gemm
- *  gk_sparse_gemm
+ * The symbols, for grep, are gk_<stem>_<isa>. DECLARE lists the stems for base, avx2, avx512 and
+ * avx512bf16, DECLARE_AMX those for amx and amx_emulated. A table need not use all of them:
+ * flash_attn_fp8 has no instance for avx512bf16, because its cells are float32.
  *
  * float32 instances compute in float32. bfloat16 and float16 instances convert tile by tile.
  * avx512bf16 multiplies pairs of bfloat16; on Intel's cores that is slower than converting, so

@@ -63,7 +63,7 @@ struct gk_cuda_instance {
     /* Plans the call with this instance, even if another would be faster: fills in
      * workspace_bytes, tile, tasks, chunks, waves, and the file's own part. Reads no device
      * memory. Returns false if the instance cannot serve the call. */
-    bool (*plan)(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+    bool (*plan)(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *plan);
     /* Launches the planned work on ctx->stream without waiting and returns launch failures.
      * workspace has the planned size. */

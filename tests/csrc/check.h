@@ -415,21 +415,21 @@ CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_byt
 }
 
 /* Every instance of the op that this machine can run must have served a call. */
-CHECK_UNUSED static void check_every_row_seen(gk_op op) {
-    int num_rows;
-    const gk_cpu_instance *rows = gk_cpu_instances(op, &num_rows);
+CHECK_UNUSED static void check_every_instance_seen(gk_op op) {
+    int count;
+    const gk_cpu_instance *all = gk_cpu_instances(op, &count);
     snprintf(check_case, sizeof check_case, "table");
-    for (int r = 0; r < num_rows; ++r) {
+    for (int n = 0; n < count; ++n) {
         char name[64];
-        if (!gk_cpu_has(rows[r].isa)) continue;
-        if (rows[r].dtype == GK_F64)
-            snprintf(name, sizeof name, "%s_f64", rows[r].name);
+        if (!gk_cpu_has(all[n].isa)) continue;
+        if (all[n].dtype == GK_F64)
+            snprintf(name, sizeof name, "%s_f64", all[n].name);
         else
-            snprintf(name, sizeof name, "%s_%s_%s", rows[r].name,
-                     gk_type_of(rows[r].dtype)->short_name, gk_isa_names[rows[r].isa]);
+            snprintf(name, sizeof name, "%s_%s_%s", all[n].name,
+                     gk_type_of(all[n].dtype)->short_name, gk_isa_names[all[n].isa]);
         bool seen = false;
         for (int i = 0; i < check_num_seen; ++i) seen = seen || strcmp(check_seen[i], name) == 0;
-        check_result(seen, "row %s served no call", name);
+        check_result(seen, "instance %s served no call", name);
     }
 }
 

@@ -1578,7 +1578,7 @@ int main(int argc, char **argv) {
             chosen.tested += n;
             for (int r = 0; r < n; ++r) {
                 chosen.problems += rows[r].problems;
-                snprintf(check_case, sizeof check_case, "row %s", rows[r].row->name);
+                snprintf(check_case, sizeof check_case, "instance %s", rows[r].row->name);
                 check_result(rows[r].problems > 0 || drawn_elsewhere(rows[r].row),
                              "took no problem");
                 if (verbose || rows[r].failed || !rows[r].problems)

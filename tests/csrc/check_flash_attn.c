@@ -854,7 +854,7 @@ int main(void) {
     }
     check_refusals();
     check_extremes();
-    check_every_row_seen(GK_OP_FLASH_ATTN_FWD);
-    check_every_row_seen(GK_OP_FLASH_ATTN_BWD);
+    check_every_instance_seen(GK_OP_FLASH_ATTN_FWD);
+    check_every_instance_seen(GK_OP_FLASH_ATTN_BWD);
     return check_end();
 }

@@ -147,6 +147,6 @@ int main(void) {
         snprintf(check_case, sizeof check_case, "flash_attn_fp8 %d", i);
         check_fp8(&cases[i]);
     }
-    check_every_row_seen(GK_OP_FLASH_ATTN_FP8);
+    check_every_instance_seen(GK_OP_FLASH_ATTN_FP8);
     return check_end();
 }

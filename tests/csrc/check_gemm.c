@@ -490,6 +490,6 @@ int main(void) {
     check_refusals();
     for (int d = 0; d < CHECK_COUNT(dtypes); ++d) check_c_refusals(dtypes[d]);
     check_extremes();
-    check_every_row_seen(GK_OP_GEMM);
+    check_every_instance_seen(GK_OP_GEMM);
     return check_end();
 }

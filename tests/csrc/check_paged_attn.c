@@ -720,6 +720,6 @@ int main(void) {
         check_merges(dtypes[d]);
     }
     check_refusals();
-    check_every_row_seen(GK_OP_PAGED_ATTN);
+    check_every_instance_seen(GK_OP_PAGED_ATTN);
     return check_end();
 }

@@ -32,43 +32,44 @@ static PlainPlan call_of(const gk_gemm_args *args) {
     return x;
 }
 
-static int64_t tiles_of(const gk_cuda_instance *row, const GemmProblem *p) {
-    return gk_max_i64(1, gk_ceil_div(p->m, row->key[KEY_BM]) * gk_ceil_div(p->n, row->key[KEY_BN]) *
-                             p->batch);
+static int64_t tiles_of(const gk_cuda_instance *instance, const GemmProblem *p) {
+    return gk_max_i64(1, gk_ceil_div(p->m, instance->key[KEY_BM]) *
+                             gk_ceil_div(p->n, instance->key[KEY_BN]) * p->batch);
 }
 
 /* The number of splits of k that fills the SMs once. */
-static int64_t splits_of(const gk_cuda_instance *row, const GemmProblem *p, int64_t sms) {
-    const int64_t most = gk_clamp_i64(p->k / (PLAIN_SPLIT_STEPS * row->key[KEY_BK]), 1, MAX_SPLITS);
-    return gk_clamp_i64(sms * row->key[KEY_PER_SM] / tiles_of(row, p), 1, most);
+static int64_t splits_of(const gk_cuda_instance *instance, const GemmProblem *p, int64_t sms) {
+    const int64_t most =
+        gk_clamp_i64(p->k / (PLAIN_SPLIT_STEPS * instance->key[KEY_BK]), 1, MAX_SPLITS);
+    return gk_clamp_i64(sms * instance->key[KEY_PER_SM] / tiles_of(instance, p), 1, most);
 }
 
-static void plan_tiles(const gk_cuda_instance *row, const gk_context *ctx, const PlainPlan *call,
-                       gk_plan *to) {
+static void plan_tiles(const gk_cuda_instance *instance, const gk_context *ctx,
+                       const PlainPlan *call, gk_plan *to) {
     PlainPlan *const own = GK_OWN(PlainPlan, to);
     *own = *call;
     GemmProblem *const p = &own->p;
-    p->tiles_m = (int)gk_ceil_div(p->m, row->key[KEY_BM]);
-    p->tiles_n = (int)gk_ceil_div(p->n, row->key[KEY_BN]);
+    p->tiles_m = (int)gk_ceil_div(p->m, instance->key[KEY_BM]);
+    p->tiles_n = (int)gk_ceil_div(p->n, instance->key[KEY_BN]);
     p->group = GROUP_ROWS;
-    p->splits = (int)splits_of(row, p, gk_gpu_of(ctx->index)->num_sms);
-    p->split_k = gk_round_up(gk_ceil_div(gk_max_i64(p->k, 1), p->splits), row->key[KEY_BK]);
+    p->splits = (int)splits_of(instance, p, gk_gpu_of(ctx->index)->num_sms);
+    p->split_k = gk_round_up(gk_ceil_div(gk_max_i64(p->k, 1), p->splits), instance->key[KEY_BK]);
     p->splits = (int)gk_max_i64(1, gk_ceil_div(p->k, p->split_k));
-    to->kernel = row;
-    to->tile[0] = row->key[KEY_BM];
-    to->tile[1] = row->key[KEY_BN];
-    to->tile[2] = row->key[KEY_BK];
+    to->kernel = instance;
+    to->tile[0] = instance->key[KEY_BM];
+    to->tile[1] = instance->key[KEY_BN];
+    to->tile[2] = instance->key[KEY_BK];
     to->tasks = (int64_t)p->tiles_m * p->tiles_n * p->splits * p->batch;
     to->chunks = p->splits;
-    to->workspace_bytes = partials_bytes(p, p->splits, (size_t)gk_bits_of(row->dtype) / 8);
+    to->workspace_bytes = partials_bytes(p, p->splits, (size_t)gk_bits_of(instance->dtype) / 8);
 }
 
 /* Expected time: the tiles of the busiest SM, which runs PER_SM at once, and the second kernel
  * of split-K. */
-static double us_of(const gk_cuda_instance *row, const GemmProblem *p, const gk_gpu *gpu,
+static double us_of(const gk_cuda_instance *instance, const GemmProblem *p, const gk_gpu *gpu,
                     int percent) {
-    const int64_t per_sm = row->key[KEY_PER_SM], splits = splits_of(row, p, gpu->num_sms);
-    const int64_t busiest = gk_ceil_div(tiles_of(row, p) * splits, gpu->num_sms),
+    const int64_t per_sm = instance->key[KEY_PER_SM], splits = splits_of(instance, p, gpu->num_sms);
+    const int64_t busiest = gk_ceil_div(tiles_of(instance, p) * splits, gpu->num_sms),
                   last = busiest % per_sm;
     /* With a few tiles, nothing hides their waits. */
     const double least = PLAIN_ALONE_PERCENT * 0.01 * (double)per_sm;
@@ -76,15 +77,15 @@ static double us_of(const gk_cuda_instance *row, const GemmProblem *p, const gk_
                                                      : (double)last > least ? (double)last
                                                                             : least);
     const double flops =
-        2.0 * tiles * row->key[KEY_BM] * row->key[KEY_BN] * (double)p->k / (double)splits;
+        2.0 * tiles * instance->key[KEY_BM] * instance->key[KEY_BN] * (double)p->k / (double)splits;
     return flops / (256 * gpu->clock_khz * 1e-3 * percent * 0.01) +
            PLAIN_ROUND_US * (double)gk_ceil_div(busiest, per_sm) + reduce_us(p, splits);
 }
 
-static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+static bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const PlainPlan call = call_of(args);
-    plan_tiles(row, ctx, &call, to);
+    plan_tiles(instance, ctx, &call, to);
     return true;
 }
 

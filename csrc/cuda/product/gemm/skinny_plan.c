@@ -65,9 +65,9 @@ static bool plan_problem(const gk_context *ctx, const gk_gemm_args *args, bool m
     return true;
 }
 
-static bool serves(const gk_cuda_instance *row, const gk_context *ctx, const GemmProblem *p) {
-    return p->m <= row->key[KEY_TOKENS] && p->group <= row->key[KEY_ROWS] &&
-           gk_gpu_of(ctx->index)->smem_per_block >= row->key[KEY_SMEM];
+static bool serves(const gk_cuda_instance *instance, const gk_context *ctx, const GemmProblem *p) {
+    return p->m <= instance->key[KEY_TOKENS] && p->group <= instance->key[KEY_ROWS] &&
+           gk_gpu_of(ctx->index)->smem_per_block >= instance->key[KEY_SMEM];
 }
 
 /* The lowest address of a [batch][x][k] operand. */
@@ -79,13 +79,13 @@ static uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride
 }
 
 /* Fills in the rest of the plan; its problem has been planned. */
-static void plan_instance(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
+static void plan_instance(const gk_cuda_instance *instance, const gk_context *ctx, gk_plan *to) {
     SkinnyPlan *const own = GK_OWN(SkinnyPlan, to);
     const GemmProblem *const p = &own->p;
     own->first_w = lowest(p->b, p->n, p->k, p->b_n, p->b_k, p, p->b_batch);
     own->first_x = lowest(p->a, p->m, p->k, p->a_m, p->a_k, p, p->a_batch);
-    to->kernel = row;
-    to->tile[0] = row->key[KEY_TOKENS];
+    to->kernel = instance;
+    to->tile[0] = instance->key[KEY_TOKENS];
     to->tile[1] = p->group;
     to->tile[2] = SKINNY_BLOCK_STEP;
     to->tasks = (int64_t)p->tiles_n * p->batch;
@@ -93,11 +93,12 @@ static void plan_instance(const gk_cuda_instance *row, const gk_context *ctx, gk
     to->waves = (double)gk_ceil_div(to->tasks, skinny_blocks(ctx, p));
 }
 
-static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+static bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     GemmProblem *const p = &GK_OWN(SkinnyPlan, to)->p;
-    if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], p) || !serves(row, ctx, p)) return false;
-    plan_instance(row, ctx, to);
+    if (!plan_problem(ctx, args, instance->key[KEY_MISALIGNED], p) || !serves(instance, ctx, p))
+        return false;
+    plan_instance(instance, ctx, to);
     return true;
 }
 
@@ -113,9 +114,10 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
             return false;
     }
     for (int i = 0; i < gk_gemm_skinny_table.num_instances; ++i) {
-        const gk_cuda_instance *const row = &gk_gemm_skinny_table.instances[i];
-        if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
-            plan_instance(row, ctx, to);
+        const gk_cuda_instance *const instance = &gk_gemm_skinny_table.instances[i];
+        if (instance->dtype == dtype && instance->key[KEY_MISALIGNED] == misaligned &&
+            serves(instance, ctx, p)) {
+            plan_instance(instance, ctx, to);
             return true;
         }
     }

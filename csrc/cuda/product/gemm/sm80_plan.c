@@ -41,13 +41,13 @@ static const double FOREVER_US = 1e30;
 /* Estimates the time of an instance over all numbers of splits: the blocks of the busiest SM,
  * one after the other or PER_SM at once, and the second kernel of split-K. It stops early if no
  * time below `below` is possible; us is then `below`. */
-static Splits splits_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem *p,
+static Splits splits_of(const gk_cuda_instance *instance, const gk_gpu *gpu, const GemmProblem *p,
                         double below) {
-    const int32_t *key = row->key;
+    const int32_t *key = instance->key;
     const int64_t bm = key[KEY_BM], bn = key[KEY_BN], bk = key[KEY_BK], per_sm = key[KEY_PER_SM];
     const int64_t tiles = gk_ceil_div(p->m, bm) * gk_ceil_div(p->n, bn) * p->batch;
     const int64_t steps = gk_max_i64(1, gk_ceil_div(p->k, bk));
-    const double peak = (gpu->arch == 90 ? 4096 : 2048) / (row->dtype == GK_F32 ? 2.0 : 1.0) *
+    const double peak = (gpu->arch == 90 ? 4096 : 2048) / (instance->dtype == GK_F32 ? 2.0 : 1.0) *
                         gpu->clock_khz * 1e-3;
     const double step_us = 2.0 * (double)(bm * bn * bk) / (peak * key[KEY_PERCENT] * 0.01);
     Splits best = {1, steps * bk, below};
@@ -83,38 +83,38 @@ static bool serves(const gk_gemm_args *args, const GemmProblem *p) {
     return args->fp32_precision == GK_TF32 && p->m > 1 && p->n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
-static void plan_instance(const gk_cuda_instance *row, const GemmProblem *problem, int mode,
+static void plan_instance(const gk_cuda_instance *instance, const GemmProblem *problem, int mode,
                           const Splits *best, gk_plan *to) {
     Sm80Plan *const own = GK_OWN(Sm80Plan, to);
     GemmProblem *const p = &own->p;
     *p = *problem;
     own->mode = mode;
-    p->tiles_m = (int)gk_ceil_div(p->m, row->key[KEY_BM]);
-    p->tiles_n = (int)gk_ceil_div(p->n, row->key[KEY_BN]);
+    p->tiles_m = (int)gk_ceil_div(p->m, instance->key[KEY_BM]);
+    p->tiles_n = (int)gk_ceil_div(p->n, instance->key[KEY_BN]);
     p->group = GROUP_ROWS;
     p->splits = best->splits;
     p->split_k = best->split_k;
-    to->kernel = row;
+    to->kernel = instance;
     to->us = best->us;
-    to->tile[0] = row->key[KEY_BM];
-    to->tile[1] = row->key[KEY_BN];
-    to->tile[2] = row->key[KEY_BK];
+    to->tile[0] = instance->key[KEY_BM];
+    to->tile[1] = instance->key[KEY_BN];
+    to->tile[2] = instance->key[KEY_BK];
     to->tasks = (int64_t)p->tiles_m * p->tiles_n * p->splits * p->batch;
     to->chunks = p->splits;
     to->workspace_bytes = partials_bytes(p, p->splits, sizeof(float));
 }
 
-static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments,
+static bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *arguments,
                  gk_plan *to) {
     const gk_gemm_args *args = arguments;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const GemmProblem p = gemm_problem_of(args);
-    const int mode = mode_of(&p, row->dtype);
-    if (!serves(args, &p) || row->key[KEY_ANY] != (mode & ANY) ||
-        gpu->smem_per_block < row->key[KEY_SMEM])
+    const int mode = mode_of(&p, instance->dtype);
+    if (!serves(args, &p) || instance->key[KEY_ANY] != (mode & ANY) ||
+        gpu->smem_per_block < instance->key[KEY_SMEM])
         return false;
-    const Splits best = splits_of(row, gpu, &p, FOREVER_US);
-    plan_instance(row, &p, mode, &best, to);
+    const Splits best = splits_of(instance, gpu, &p, FOREVER_US);
+    plan_instance(instance, &p, mode, &best, to);
     return true;
 }
 
@@ -128,13 +128,13 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
     const gk_cuda_instance *best = NULL;
     Splits best_splits = {1, 0, FOREVER_US};
     for (int i = 0; i < gk_gemm_sm80_table.num_instances; ++i) {
-        const gk_cuda_instance *const row = &gk_gemm_sm80_table.instances[i];
-        if (row->dtype != args->a.dtype || row->key[KEY_ANY] != (mode & ANY) ||
-            row->key[KEY_SMEM] > gpu->smem_per_block)
+        const gk_cuda_instance *const instance = &gk_gemm_sm80_table.instances[i];
+        if (instance->dtype != args->a.dtype || instance->key[KEY_ANY] != (mode & ANY) ||
+            instance->key[KEY_SMEM] > gpu->smem_per_block)
             continue;
-        const Splits found = splits_of(row, gpu, &p, best_splits.us);
+        const Splits found = splits_of(instance, gpu, &p, best_splits.us);
         if (!best || found.us < best_splits.us) {
-            best = row;
+            best = instance;
             best_splits = found;
         }
     }

@@ -20,8 +20,8 @@ static GemmProblem problem_of(const GemmProblem *p, bool swapab) {
 
 /* Clusters that run at once. Clusters of four or eight blocks find fewer free neighbouring SMs
  * than pairs do. */
-static int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
-    const int blocks = cluster_of(row);
+static int64_t most_clusters(const gk_cuda_instance *instance, const gk_gpu *gpu) {
+    const int blocks = cluster_of(instance);
     const int64_t most = gpu->num_sms / blocks, found = blocks > 4   ? most - 1
                                                         : blocks > 2 ? most - most / 11
                                                                      : most;
@@ -38,26 +38,28 @@ typedef struct Clusters {
  * are 1 x 2 if that saves 30 % of the clusters; for small tiles also if it costs no cluster more
  * and M >= 0.3 N. (Measured, docs/worklog/gemm.md.) Pairs of tf32 are 1 x 2 for swap-AB only.
  * Consecutive clusters read the same part of b from L2, so a cluster should rather share a. */
-static Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem *p) {
-    const int64_t tiles_m = gk_ceil_div(p->m, row->key[KEY_BM]),
-                  tiles_n = gk_ceil_div(p->n, row->key[KEY_BN]);
-    const int64_t tiles = row->key[KEY_TILES];
+static Clusters clusters_of(const gk_cuda_instance *instance, const gk_gpu *gpu,
+                            const GemmProblem *p) {
+    const int64_t tiles_m = gk_ceil_div(p->m, instance->key[KEY_BM]),
+                  tiles_n = gk_ceil_div(p->n, instance->key[KEY_BN]);
+    const int64_t tiles = instance->key[KEY_TILES];
     const Clusters alone = {false, (int)tiles_m, (int)tiles_n};
     if (tiles == 1) return alone;
     const Clusters grid = {true, (int)gk_ceil_div(tiles_m, tiles / 2),
                            (int)gk_ceil_div(tiles_n, 2)};
-    if (is(row, GRID)) return grid;
+    if (is(instance, GRID)) return grid;
     const int64_t in_m = gk_ceil_div(tiles_m, tiles), in_n = gk_ceil_div(tiles_n, tiles),
-                  most = most_clusters(row, gpu);
+                  most = most_clusters(instance, gpu);
     const int64_t in_row = tiles_m * in_n, in_column = in_m * tiles_n;
     const int64_t row_waves = gk_ceil_div(in_row * p->batch, most),
                   column_waves = gk_ceil_div(in_column * p->batch, most);
-    const bool small = row->key[KEY_BM] * row->key[KEY_BN] <= 128 * 128;
+    const bool small = instance->key[KEY_BM] * instance->key[KEY_BN] <= 128 * 128;
     bool across = row_waves < column_waves;
     if (row_waves == column_waves && tiles == 2)
-        across = row->dtype == GK_F32 ? is(row, SWAPAB)
-                                      : 10 * in_row <= 7 * in_column ||
-                                            (small && in_row <= in_column && 10 * p->m >= 3 * p->n);
+        across = instance->dtype == GK_F32
+                     ? is(instance, SWAPAB)
+                     : 10 * in_row <= 7 * in_column ||
+                           (small && in_row <= in_column && 10 * p->m >= 3 * p->n);
     const Clusters rows = {true, (int)tiles_m, (int)in_n};
     const Clusters columns = {false, (int)in_m, (int)tiles_n};
     return across ? rows : columns;
@@ -68,9 +70,10 @@ static Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
  * receive nothing from its row and nothing from most of its column. It would run ahead and
  * release a stage a second time while a third block still reads it. So along one edge the last
  * tile must need some of every part that is copied. */
-static bool keeps_step(const gk_cuda_instance *row, const GemmProblem *p) {
-    if (!is(row, GRID)) return true;
-    const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], down = row->key[KEY_TILES] / 2;
+static bool keeps_step(const gk_cuda_instance *instance, const GemmProblem *p) {
+    if (!is(instance, GRID)) return true;
+    const int64_t bm = instance->key[KEY_BM], bn = instance->key[KEY_BN],
+                  down = instance->key[KEY_TILES] / 2;
     return gk_round_up(p->m, bm * down) - p->m < bm / 2 ||
            gk_round_up(p->n, bn * 2) - p->n < bn / down;
 }
@@ -92,32 +95,34 @@ static double tile_us(double products_us, double bytes, double l2_bytes, double 
 
 /* Adds up waves of clusters. The last wave has fewer clusters, which find L2 less busy. mode:
  * layout of the operands (Mode). */
-static Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem *p,
-                            int mode) {
-    const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], splits = row->key[KEY_SPLITS];
-    const Clusters clusters = clusters_of(row, gpu, p);
+static Estimate estimate_of(const gk_cuda_instance *instance, const gk_gpu *gpu,
+                            const GemmProblem *p, int mode) {
+    const int64_t bm = instance->key[KEY_BM], bn = instance->key[KEY_BN],
+                  splits = instance->key[KEY_SPLITS];
+    const Clusters clusters = clusters_of(instance, gpu, p);
     const int64_t all = (int64_t)clusters.tiles_m * clusters.tiles_n * p->batch,
-                  most = most_clusters(row, gpu);
+                  most = most_clusters(instance, gpu);
     const int64_t last = all % most, waves = all / most;
-    const double element = (double)gk_bits_of(row->dtype) / 8,
+    const double element = (double)gk_bits_of(instance->dtype) / 8,
                  size = (double)(bm * bn) / (128 * 256);
-    const double peak = 8192 / element * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
+    const double peak = 8192 / element * gpu->clock_khz * 1e-3 * instance->key[KEY_PERCENT] * 0.01;
     const double k = (double)gk_round_up(p->k, SM90_ROW_BYTES / (int64_t)element) / (double)splits;
     const double products_us = 2.0 * (double)(bm * bn) * k / peak;
     /* An MN-major operand is copied in boxes of 64. */
     const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
                  b = k * element * (double)(mode & B_ALONG_N ? gk_round_up(bn, 64) : bn);
-    const double sharers = row->key[KEY_TILES], l2_bytes = is(row, GRID) ? a / 2 + 2 * b / sharers
-                                                           : clusters.in_row ? a / sharers + b
-                                                                             : a + b / sharers;
-    const double blocks = cluster_of(row);
+    const double sharers = instance->key[KEY_TILES], l2_bytes = is(instance, GRID)
+                                                                    ? a / 2 + 2 * b / sharers
+                                                                : clusters.in_row ? a / sharers + b
+                                                                                  : a + b / sharers;
+    const double blocks = cluster_of(instance);
     const double launch_us = LAUNCH_US + LAST_US * size,
                  full_us = tile_us(products_us, a + b, l2_bytes, (double)most * blocks),
                  last_us = last > 0 ? tile_us(products_us, a + b, l2_bytes, (double)last * blocks)
                                     : full_us;
     /* Ping-pong hides the store of results behind the next tile's products, if these take at least
      * as long. */
-    if (is(row, PING_PONG)) {
+    if (is(instance, PING_PONG)) {
         const Estimate stored_under = {(double)(last > 0 ? waves : waves - 1) *
                                                (fmax(full_us, PING_PONG_US) + TILE_US) +
                                            last_us + ALONE_US + launch_us,
@@ -134,7 +139,7 @@ static Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     Estimate found = {before_us, 0};
     if (last == 0) return found;
     found.us = before_us + last_us + store_us;
-    if (is(row, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) &&
+    if (is(instance, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) &&
         2 * last <= most) {
         const double halves_us =
             tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US +
@@ -207,48 +212,49 @@ static bool ping_pong_fits(const GemmProblem *p, gk_dtype dtype) {
 
 /* ---- instances ------------------------------------------------------------------------------- */
 /* Fills in the plan for this instance; its operands have been found. */
-static bool plan_instance(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t halved,
+static bool plan_instance(const gk_cuda_instance *instance, const gk_gpu *gpu, int64_t halved,
                           gk_plan *to) {
     HopperPlan *const own = GK_OWN(HopperPlan, to);
     GemmProblem *const p = &own->operands.p;
-    const Clusters clusters = clusters_of(row, gpu, p);
+    const Clusters clusters = clusters_of(instance, gpu, p);
     p->tiles_m = clusters.tiles_m;
     p->tiles_n = clusters.tiles_n;
     own->in_row = clusters.in_row;
-    p->group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own->in_row ? 1 : row->key[KEY_TILES]));
+    p->group =
+        GROUP_HEIGHT_SM90 / (instance->key[KEY_BM] * (own->in_row ? 1 : instance->key[KEY_TILES]));
     p->splits = 1;
     const int64_t tiles = (int64_t)p->tiles_m * p->tiles_n * p->batch,
-                  most = most_clusters(row, gpu);
+                  most = most_clusters(instance, gpu);
     own->whole = (unsigned)(tiles - halved);
     const int64_t tasks = tiles + halved;
     own->clusters = (unsigned)(tasks * LEAST_IDLE < most ? tasks : most);
-    to->kernel = row;
-    to->tile[0] = row->key[KEY_BM];
-    to->tile[1] = row->key[KEY_BN];
-    to->tile[2] = row->key[KEY_BK];
-    to->tasks = tasks * cluster_of(row);
-    to->waves = (double)to->tasks / (double)(most * cluster_of(row));
+    to->kernel = instance;
+    to->tile[0] = instance->key[KEY_BM];
+    to->tile[1] = instance->key[KEY_BN];
+    to->tile[2] = instance->key[KEY_BK];
+    to->tasks = tasks * cluster_of(instance);
+    to->waves = (double)to->tasks / (double)(most * cluster_of(instance));
     to->workspace_bytes = (size_t)own->operands.bytes;
     return true;
 }
 
 /* Plans the call with this instance, if it serves the call. */
-static bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments,
+static bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *arguments,
                  gk_plan *to) {
     const gk_gemm_args *args = arguments;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const bool tf32 = row->dtype == GK_F32, swapab = is(row, SWAPAB);
-    if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < row->key[KEY_SMEM])
+    const bool tf32 = instance->dtype == GK_F32, swapab = is(instance, SWAPAB);
+    if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < instance->key[KEY_SMEM])
         return false;
     Operands *const o = &GK_OWN(HopperPlan, to)->operands;
     const GemmProblem p = gemm_problem_of(args);
     o->p = problem_of(&p, swapab);
-    if (!operands_of(row->dtype, swapab, o) ||
-        (is(row, PING_PONG) && !ping_pong_fits(&o->p, row->dtype)))
+    if (!operands_of(instance->dtype, swapab, o) ||
+        (is(instance, PING_PONG) && !ping_pong_fits(&o->p, instance->dtype)))
         return false;
-    return (tf32 || !swapab || row->key[KEY_SPLITS] == 1 || o->p.n <= row->key[KEY_BN]) &&
-           keeps_step(row, &o->p) &&
-           plan_instance(row, gpu, estimate_of(row, gpu, &o->p, o->mode).halved, to);
+    return (tf32 || !swapab || instance->key[KEY_SPLITS] == 1 || o->p.n <= instance->key[KEY_BN]) &&
+           keeps_step(instance, &o->p) &&
+           plan_instance(instance, gpu, estimate_of(instance, gpu, &o->p, o->mode).halved, to);
 }
 
 /* ---- the choice ------------------------------------------------------------------------------ */
@@ -279,7 +285,7 @@ _Static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
 
 typedef struct Choice {
     Question question; /* m = 0: empty */
-    const gk_cuda_instance *row;
+    const gk_cuda_instance *instance;
     Estimate estimate; /* without the time of copies */
 } Choice;
 
@@ -293,14 +299,17 @@ enum {
 
 /* Whether an instance may be chosen. p: the problem as it is computed. With swap-AB its columns
  * are the rows of a. */
-static bool is_candidate(const gk_cuda_instance *row, const Question *q, const GemmProblem *p) {
-    if ((int)row->dtype != q->dtype || row->key[KEY_SMEM] > q->gpu->smem_per_block) return false;
-    if (is(row, SWAPAB) != q->swapab || is(row, NARROW) != (q->way == SMALL_N)) return false;
+static bool is_candidate(const gk_cuda_instance *instance, const Question *q,
+                         const GemmProblem *p) {
+    if ((int)instance->dtype != q->dtype || instance->key[KEY_SMEM] > q->gpu->smem_per_block)
+        return false;
+    if (is(instance, SWAPAB) != q->swapab || is(instance, NARROW) != (q->way == SMALL_N))
+        return false;
     /* A tile must hold the short side. */
-    if (q->way != BY_TILES) return p->n <= row->key[KEY_BN];
+    if (q->way != BY_TILES) return p->n <= instance->key[KEY_BN];
     /* Swap-AB of 16 bits with split-K serves small M only. */
-    if (q->swapab && q->dtype != GK_F32 && row->key[KEY_SPLITS] > 1) return false;
-    return (q->ping_pong || !is(row, PING_PONG)) && keeps_step(row, p);
+    if (q->swapab && q->dtype != GK_F32 && instance->key[KEY_SPLITS] > 1) return false;
+    return (q->ping_pong || !is(instance, PING_PONG)) && keeps_step(instance, p);
 }
 
 /* Chooses the instance of the least estimated time. For small M or N, all instances that hold the
@@ -308,17 +317,17 @@ static bool is_candidate(const gk_cuda_instance *row, const Question *q, const G
 static void choose(const GemmProblem *p, Choice *to) {
     const Question *const q = &to->question;
     const Estimate streamed = {stream_us(p), 0};
-    to->row = NULL;
+    to->instance = NULL;
     to->estimate.us = 1e31;
     to->estimate.halved = 0;
     for (int s = 0; s < NUM_SCHEDULES; ++s)
         for (int i = 0; i < schedules[s]->num_instances; ++i) {
-            const gk_cuda_instance *const row = &schedules[s]->instances[i];
-            if (!is_candidate(row, q, p)) continue;
+            const gk_cuda_instance *const instance = &schedules[s]->instances[i];
+            if (!is_candidate(instance, q, p)) continue;
             const Estimate found =
-                q->way == BY_TILES ? estimate_of(row, q->gpu, p, q->mode) : streamed;
+                q->way == BY_TILES ? estimate_of(instance, q->gpu, p, q->mode) : streamed;
             if (found.us < to->estimate.us) {
-                to->row = row;
+                to->instance = instance;
                 to->estimate = found;
             }
         }
@@ -372,7 +381,7 @@ static void consider_swapped(const gk_gpu *gpu, gk_dtype dtype, const GemmProble
     swapped.p = problem_of(p, true);
     if (!operands_of(dtype, true, &swapped) || swapped.bytes != o->bytes) return;
     const Choice other = choice_of(gpu, dtype, &swapped, true, BY_TILES);
-    if (other.row && other.estimate.us < best->estimate.us) {
+    if (other.instance && other.estimate.us < best->estimate.us) {
         *best = other;
         *o = swapped;
     }
@@ -427,11 +436,11 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
     if (!operands_of(dtype, swapab, o)) return false;
     Choice best = choice_of(gpu, dtype, o, swapab, way);
     if (way == BY_TILES) consider_swapped(gpu, dtype, &p, o, &best);
-    if (!best.row) return false;
+    if (!best.instance) return false;
     const double us = best.estimate.us + copies_us(o);
     if (better_in_place(gpu, dtype, &p, o, way, us) || sm80_is_faster(ctx, args, us)) return false;
     to->us = us;
-    return plan_instance(best.row, gpu, best.estimate.halved, to);
+    return plan_instance(best.instance, gpu, best.estimate.halved, to);
 }
 
 /* ---- the tables ------------------------------------------------------------------------------ */

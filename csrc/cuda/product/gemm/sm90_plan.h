@@ -32,13 +32,13 @@ typedef enum Trait {
 #define COOP_TRAITS(wgs, tiles) \
     (((wgs) == 2 && (tiles) == 2 ? HALVES : 0) | ((tiles) == 8 ? GRID : 0))
 
-static inline bool is(const gk_cuda_instance *row, Trait trait) {
-    return row->key[KEY_TRAITS] & trait;
+static inline bool is(const gk_cuda_instance *instance, Trait trait) {
+    return instance->key[KEY_TRAITS] & trait;
 }
 
 /* Blocks of one cluster of an instance. */
-static inline int cluster_of(const gk_cuda_instance *row) {
-    return row->key[KEY_TILES] * row->key[KEY_SPLITS];
+static inline int cluster_of(const gk_cuda_instance *instance) {
+    return instance->key[KEY_TILES] * instance->key[KEY_SPLITS];
 }
 
 /* The result, or preact, as a tensor that TMA writes. */
