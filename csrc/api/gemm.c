@@ -119,8 +119,7 @@ gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io)
 static int64_t rows_in_one_stride(const gk_tensor *t, int ndim, const int64_t *shape) {
     int64_t rows = 1, stride = 0;
     for (int d = ndim - 2; d >= 0; --d) {
-        const int at = d - ndim + t->ndim;
-        const int64_t step = at < 0 || t->shape[at] == 1 ? 0 : t->stride[at];
+        const int64_t step = gk_broadcast_stride(t, ndim, d);
         if (shape[d] == 1) continue;
         if (rows > 1 && step != rows * stride) break;
         if (rows == 1) stride = step;

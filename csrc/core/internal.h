@@ -52,6 +52,13 @@ static inline int64_t gk_numel(const gk_tensor *t) {
     return n;
 }
 
+/* The stride of t along dimension d of ndim. As in torch, dimensions are aligned at the last one;
+ * missing ones and those of size 1 broadcast, so their stride is 0. */
+static inline int64_t gk_broadcast_stride(const gk_tensor *t, int ndim, int d) {
+    const int i = d - (ndim - t->ndim);
+    return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
+}
+
 /* ---- loads and stores of one element, for every dtype ---------------------------------------- */
 static inline float gk_bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;

@@ -28,86 +28,14 @@
 #include <assert.h>
 
 /* ---- 1 the problem --------------------------------------------------------------------------- */
-static int64_t dim_stride(const gk_tensor *t, int ndim, int d) {
-    /* dimensions are aligned at the end; missing and size-1 dimensions broadcast */
-    int i = d - (ndim - t->ndim);
-    return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
-}
-
-gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
-    gk_gemm_problem p;
-    const gk_tensor *a = &args->a, *b = &args->b, *out = &args->out;
-    const gk_tensor *c = args->c && args->beta != 0 ? args->c : NULL;
-    const int nd = out->ndim;
-    memset(&p, 0, sizeof p);
-    p.m = out->shape[nd - 2];
-    p.n = out->shape[nd - 1];
-    p.k = a->shape[a->ndim - 1];
-    p.a_m = a->stride[a->ndim - 2];
-    p.a_k = a->stride[a->ndim - 1];
-    p.b_k = b->stride[b->ndim - 2];
-    p.b_n = b->stride[b->ndim - 1];
-    p.epilogue.alpha = (float)args->alpha;
-    p.epilogue.beta = (float)args->beta;
-    p.epilogue.activation = args->activation;
-    p.epilogue.out_dtype = out->dtype;
-    p.epilogue.out_row = out->stride[nd - 2];
-    if (args->preact) p.epilogue.preact_row = args->preact->stride[nd - 2];
-    if (args->bias) {
-        p.epilogue.bias_dtype = args->bias->dtype;
-        p.epilogue.bias_stride = args->bias->stride[0];
-    }
-    if (c) {
-        p.epilogue.c_dtype = c->dtype;
-        p.epilogue.c_row = dim_stride(c, nd, nd - 2);
-        p.epilogue.c_col = dim_stride(c, nd, nd - 1);
-    }
-    p.batch = 1;
-    for (int d = 0; d < nd - 2; ++d) {
-        int i = p.ndim;
-        if (out->shape[d] == 1) continue;
-        p.shape[i] = out->shape[d];
-        p.a_batch[i] = dim_stride(a, nd, d);
-        p.b_batch[i] = dim_stride(b, nd, d);
-        p.c_batch[i] = c ? dim_stride(c, nd, d) : 0;
-        p.out_batch[i] = out->stride[d];
-        p.preact_batch[i] = args->preact ? args->preact->stride[d] : 0;
-        p.batch *= p.shape[i];
-        ++p.ndim;
-    }
-    /* the innermost batch dimension is merged into the rows if b does not change along it and
-     * all other tensors are dense */
-    while (p.ndim > 0 && p.m > 0 && p.batch > 0) {
-        int i = p.ndim - 1;
-        if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m ||
-            p.out_batch[i] != p.m * p.epilogue.out_row)
-            break;
-        if (args->preact && p.preact_batch[i] != p.m * p.epilogue.preact_row) break;
-        if (c && p.c_batch[i] != p.m * p.epilogue.c_row) break;
-        p.batch /= p.shape[i];
-        p.m *= p.shape[i];
-        --p.ndim;
-    }
+gk_gemm_problem gk_cpu_gemm_problem(const gk_gemm_args *args) {
+    gk_gemm_problem p = gk_gemm_problem_of(args);
     /* (M x K)(K x 1) is computed as (1 x K)(K x M), a row times the transposed matrix; out and
      * preact are contiguous either way */
     if (p.n == 1 && p.m > 1 && p.epilogue.out_row == 1 &&
         (!args->preact || p.epilogue.preact_row == 1)) {
-        int64_t m_stride = p.a_m, k_stride = p.a_k;
-        p.swapped = true;
-        p.n = p.m;
-        p.m = 1;
-        p.a_k = p.b_k;
-        p.a_m = 0;
-        p.b_n = m_stride;
-        p.b_k = k_stride;
-        for (int d = 0; d < p.ndim; ++d) {
-            int64_t t = p.a_batch[d];
-            p.a_batch[d] = p.b_batch[d];
-            p.b_batch[d] = t;
-        }
-        p.epilogue.c_col = p.epilogue.c_row;
-        p.epilogue.c_row = 0;
-        p.epilogue.bias_stride = 0;
+        p = gk_gemm_swapped(&p);
+        p.a_m = 0; /* one row */
     }
     return p;
 }
@@ -126,11 +54,10 @@ gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t 
     return x;
 }
 
-void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, const char **a,
-                const char **b, gk_gemm_epilogue *e) {
+void gk_gemm_at(const gk_gemm_problem *p, gk_dtype dtype, int64_t i, const char **a, const char **b,
+                gk_gemm_epilogue *e) {
+    const gk_gemm_result *const r = &p->epilogue;
     int64_t ao = 0, bo = 0, co = 0, oo = 0, po = 0;
-    const int64_t es = (int64_t)gk_dtype_bytes(args->a.dtype),
-                  os = (int64_t)gk_dtype_bytes(args->out.dtype);
     for (int d = p->ndim - 1; d >= 0; --d) {
         int64_t x = i % p->shape[d];
         i /= p->shape[d];
@@ -140,15 +67,26 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
         oo += x * p->out_batch[d];
         po += x * p->preact_batch[d];
     }
-    *a = gk_at(p->swapped ? args->b.data : args->a.data, es * ao);
-    *b = gk_at(p->swapped ? args->a.data : args->b.data, es * bo);
-    *e = p->epilogue;
-    e->bias = args->bias ? args->bias->data : NULL;
-    e->c = args->c && args->beta != 0
-               ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co
-               : NULL;
-    e->out = (char *)args->out.data + os * oo;
-    e->preact = args->preact ? (char *)args->preact->data + os * po : NULL;
+    const int64_t bytes = (int64_t)gk_dtype_bytes(dtype),
+                  out_bytes = (int64_t)gk_dtype_bytes(r->out_dtype);
+    *a = gk_at(p->a, bytes * ao);
+    *b = gk_at(p->b, bytes * bo);
+    *e = (gk_gemm_epilogue){.alpha = (float)r->alpha,
+                            .beta = (float)r->beta,
+                            .bias = r->bias,
+                            .c = r->c,
+                            .bias_dtype = r->bias_dtype,
+                            .c_dtype = r->c_dtype,
+                            .out_dtype = r->out_dtype,
+                            .bias_stride = r->bias_col,
+                            .c_row = r->c_row,
+                            .c_col = r->c_col,
+                            .out = gk_at(r->out, out_bytes * oo),
+                            .preact = gk_at(r->preact, out_bytes * po),
+                            .out_row = r->out_row,
+                            .preact_row = r->preact_row,
+                            .activation = r->activation};
+    if (r->c) e->c = (const char *)r->c + (int64_t)gk_dtype_bytes(r->c_dtype) * co;
 }
 
 /* With small M b is read in place. If both operands are contiguous along k, dot products need no
@@ -186,8 +124,8 @@ enum {
     /* A sum runs over at most this many cells; then the equally long parts are added. The error
      * grows with the length of a part: relative to MKL's, float32 with k 256, 320, 1024 has
      * errors of 1.0, 1.0, 0.85, and of 1.4, 1.2, 1.2 with parts of 256. Results of bfloat16
-     * pairs are rounded to 8 bits, so their parts may be longer (SUM_PAIRS); parts of 192 take 2
-     * % more time. */
+     * pairs are rounded to 8 bits, so their parts may be longer (SUM_PAIRS); parts of 192
+     * take 2 % more time. */
     SUM_CELLS = 192,
     /* float32 operands of products up to these sizes are read in place. Speed of MKL's, Xeon of
      * model 207, packed and in place: 256 cubed 0.92, 0.98; 376 x 184 x 192 NT 0.87, 0.95; 1000 and
@@ -246,7 +184,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     const gk_gemm_blocks *bl = isa->blocks;
     const int64_t nr = 2 * isa->w;
     plan x;
-    x.p = gk_gemm_problem_of(args);
+    x.p = gk_cpu_gemm_problem(args);
     const gk_gemm_problem *p = &x.p;
     /* The number of columns that the shared buffer holds, in equal spans. The two phases of a
      * span must be worth their barriers. */
@@ -300,8 +238,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, x.nb));
     x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair * whole_cells(isa));
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
-    const gk_gemm_epilogue *e = &p->epilogue;
-    x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE &&
+    const gk_gemm_result *e = &p->epilogue;
+    x.direct = e->out_dtype == GK_F32 && (float)e->alpha == 1 && e->activation == GK_ACT_NONE &&
                !args->bias && !args->preact && !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
     /* cells are 4 bytes; w cells behind each buffer take the overrun of narrow panels */
@@ -429,7 +367,7 @@ static void pack_task(void *arg, int64_t t, int64_t worker) {
     if (cols <= 0) return;
     const char *a, *b;
     gk_gemm_epilogue e;
-    gk_gemm_at(jb->args, p, jb->batch, &a, &b, &e);
+    gk_gemm_at(p, jb->args->a.dtype, jb->batch, &a, &b, &e);
     jb->isa->pack_panels(shared_at(jb, k0, column),
                          b + es * (k0 * p->b_k + (jb->column + column) * p->b_n), jb->args->a.dtype,
                          p->b_n, p->b_k, cols, gk_min_i64(jb->x.kb, p->k - k0));
@@ -476,7 +414,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const int64_t strips = gk_ceil_div(rows, isa->mr), panels = gk_ceil_div(cols, nr);
     const char *a, *b;
     gk_gemm_epilogue whole, e;
-    gk_gemm_at(jb->args, p, bi, &a, &b, &whole);
+    gk_gemm_at(p, dtype, bi, &a, &b, &whole);
     e = gk_epilogue_at(&whole, i0, j0);
     a = gk_at(a, es * i0 * p->a_m);
     b = gk_at(b, es * j0 * p->b_n);

@@ -6,6 +6,7 @@
 #ifndef GPUKERN_CPU_KERNELS_H
 #define GPUKERN_CPU_KERNELS_H
 
+#include "../core/gemm_problem.h"
 #include "../core/internal.h"
 #include "../core/op.h"
 
@@ -101,28 +102,19 @@ bool gk_gemm_packed_plan(const gk_context *ctx, const gk_gemm_args *args, const 
 void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
                         const gk_plan *plan, void *workspace);
 
-/* A gemm as the kernels see it. Batch dimensions that can be merged into rows are merged; a
- * broadcast dimension has stride 0. */
-typedef struct gk_gemm_problem {
-    int64_t m, n, k, batch;
-    int ndim; /* batch dimensions that remain */
-    int64_t shape[GK_MAX_DIMS], a_batch[GK_MAX_DIMS], b_batch[GK_MAX_DIMS], c_batch[GK_MAX_DIMS],
-        out_batch[GK_MAX_DIMS], preact_batch[GK_MAX_DIMS];
-    int64_t a_m, a_k, b_k, b_n;
-    bool swapped; /* a and b are exchanged */
-    gk_gemm_epilogue epilogue;
-} gk_gemm_problem;
-
 /* True if gemm_skinny serves the call: M is small, so the time goes into reading b once. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p);
 
-gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args);
-/* The operands of batch entry i, and the epilogue at its first element. */
-void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, const char **a,
-                const char **b, gk_gemm_epilogue *e);
+/* The problem of core/gemm_problem.h as the CPU's kernels take it: columns of out and preact are
+ * contiguous, and a product with one column is exchanged to one with one row. */
+gk_gemm_problem gk_cpu_gemm_problem(const gk_gemm_args *args);
+/* The operands of batch entry i, whose elements have this dtype, and the epilogue at its first
+ * element. */
+void gk_gemm_at(const gk_gemm_problem *p, gk_dtype dtype, int64_t i, const char **a, const char **b,
+                gk_gemm_epilogue *e);
 gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t col);
 
 /* tables.c: the instances of an op, best ISA first. */
-const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows);
+const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_instances);
 
 #endif

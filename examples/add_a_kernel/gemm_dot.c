@@ -51,7 +51,7 @@ static void task(void *arg, int64_t i, int64_t worker) {
     const job *jb = arg;
     const char *a, *b;
     gk_gemm_epilogue e;
-    gk_gemm_at(jb->args, &jb->x->p, i, &a, &b, &e);
+    gk_gemm_at(&jb->x->p, jb->args->a.dtype, i, &a, &b, &e);
     float sum = 0;
     switch (jb->args->a.dtype) { /* one copy of the loop per dtype */
     case GK_BF16: sum = dot(a, b, GK_BF16, jb->x->p.k); break;
@@ -68,7 +68,7 @@ static void task(void *arg, int64_t i, int64_t worker) {
 static bool dot_plan(const gk_context *ctx, const void *args, gk_plan *to) {
     (void)ctx;
     plan *x = GK_OWN(plan, to);
-    x->p = gk_gemm_problem_of(args);
+    x->p = gk_cpu_gemm_problem(args);
     if (x->p.m != 1 || x->p.n != 1 || (x->p.k > 1 && (x->p.a_k != 1 || x->p.b_k != 1)))
         return false;
     to->tile[0] = to->tile[1] = 1;

@@ -292,6 +292,19 @@ def test_expanded(dtype, device):
     )
 
 
+@pytest.mark.parametrize("batch", [4, 40])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_single_rows_of_a_batch_are_one_product(batch, dtype, device):
+    """The last token of each sequence, x[:, -1:], is a batch of single rows. The stride of a
+    dimension of size 1 has no meaning, so they are as much rows of one product as their copy is."""
+    gen = generator("single rows", batch, dtype)
+    x = randn(gen, batch, 3, 64, dtype=dtype, device=device)[:, -1:]
+    w = randn(gen, 64, 48, dtype=dtype, device=device)
+    dense = x.contiguous()
+    assert torch_gpukern.explain("gemm", x, w) == torch_gpukern.explain("gemm", dense, w)
+    assert same_bits(ops.gemm(x, w), ops.gemm(dense, w))
+
+
 @pytest.mark.parametrize(
     "which", ("a rows", "a columns", "b rows", "b columns", "b batch", "c rows")
 )

@@ -97,7 +97,7 @@ static const gk_gemm_isa amx_isa = {.w = CELLS,
                                     .k_cells = CELLS};
 
 static bool make_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
-    const gk_gemm_problem p = gk_gemm_problem_of(args);
+    const gk_gemm_problem p = gk_cpu_gemm_problem(args);
     if (gk_gemm_is_skinny(&p) &&
         p.m <= (p.b_n == 1 ? GK_SKINNY_ROWS_AMX_ACROSS : GK_SKINNY_ROWS_AMX_ALONG))
         return false;

@@ -327,7 +327,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     float *ws = (float *)(jb->workspace + (size_t)worker * worker_bytes(x));
     const char *a, *b;
     gk_gemm_epilogue whole, e;
-    gk_gemm_at(jb->args, &x->p, t / x->n_blocks, &a, &b, &whole);
+    gk_gemm_at(&x->p, dtype, t / x->n_blocks, &a, &b, &whole);
     e = gk_epilogue_at(&whole, 0, j0);
     b = gk_at(b, (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n); /* NULL if K is 0 */
     if (x->along) {
@@ -341,7 +341,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
 }
 
 static bool make_plan(const gk_context *ctx, const void *args, gk_plan *to) {
-    const gk_gemm_problem p = gk_gemm_problem_of(args);
+    const gk_gemm_problem p = gk_cpu_gemm_problem(args);
     if (!gk_gemm_is_skinny(&p)) return false;
     plan *x = GK_OWN(plan, to);
     *x = plan_of(ctx, args, &p);

@@ -24,11 +24,6 @@ static void scaled_task(void *arg, int64_t t, int64_t worker) {
         quant_task(jb->p, t, memory);
 }
 
-static int64_t step_of(const gk_tensor *t, int from_end) {
-    return t->ndim < from_end || t->shape[t->ndim - from_end] == 1 ? 0
-                                                                   : t->stride[t->ndim - from_end];
-}
-
 bool SYM(gk_plan_scaled_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
                               gk_plan *plan); /* int8_amx.c */
 bool SYM(gk_plan_scaled_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
@@ -55,8 +50,8 @@ bool SYM(gk_plan_scaled_gemm)(const gk_int8_isa *int8, const gk_context *ctx, co
     p->e.out_row = g->out.stride[0];
     if (g->c && g->beta != 0) {
         p->e.c_dtype = g->c->dtype;
-        p->e.c_row = step_of(g->c, 2);
-        p->e.c_col = step_of(g->c, 1);
+        p->e.c_row = gk_broadcast_stride(g->c, 2, 0);
+        p->e.c_col = gk_broadcast_stride(g->c, 2, 1);
     }
     if (g->a.dtype == GK_I8) {
         p->int8 = int8;
