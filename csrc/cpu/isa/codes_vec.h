@@ -12,6 +12,28 @@ typedef uint8_t vb_mem __attribute__((vector_size(W), aligned(1), may_alias));
 INLINE vi vi_select(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
 INLINE vf vf_from_vi(vi x) { return __builtin_convertvector(x, vf); }
 
+/* The values of e4m3 codes; higher bits are ignored. */
+INLINE vf vf_from_e4m3(vi code) {
+    const vi size = code & 0x7f, sign = (code & 0x80) << 24;
+    const vi u = vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
+    return (vf)(vi_select(size == 0x7f, vi_set1(0x7fc00000), u) | sign);
+}
+
+/* The values of a packed weight's codes (4 or 8 bits, no others set), minus `zero` for uint4. */
+INLINE vf vf_from_weight_codes(vi code, gk_weight_format format, float zero) {
+    switch (format) {
+    case GK_INT4: return vf_from_vi((code ^ 8) - 8);
+    case GK_UINT4: return vf_from_vi(code) - zero;
+    case GK_INT8: return vf_from_vi((code ^ 128) - 128);
+    case GK_W_E4M3: return vf_from_e4m3(code);
+    default: { /* e2m1, of mxfp4 and nvfp4 */
+        const vi size = code & 7, sign = (code & 8) << 28;
+        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) |
+                    sign);
+    }
+    }
+}
+
 /* n values from p[i] on; the other lanes are 0 */
 INLINE vf vf_load_code(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     const uint8_t *from = (const uint8_t *)p + i;
@@ -23,12 +45,8 @@ INLINE vf vf_load_code(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     const vi code = vi_from_bytes(from);
     if (dtype == GK_I8) return vf_from_vi((code << 24) >> 24);
     if (dtype == GK_U8) return vf_from_vi(code);
+    if (dtype == GK_E4M3) return vf_from_e4m3(code);
     const vi size = code & 0x7f, sign = (code & 0x80) << 24;
-    if (dtype == GK_E4M3) {
-        vi u = vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
-        u = vi_select(size == 0x7f, vi_set1(0x7fc00000), u);
-        return (vf)(u | sign);
-    }
     vi u = vi_select(size < 4, (vi)(vf_from_vi(size) * 0x1p-16f), (size << 21) + (112 << 23));
     u = vi_select(size >= 0x7c, (size << 21) | 0x7f800000, u);
     return (vf)(u | sign);

@@ -58,23 +58,7 @@ static void codes_of(const uint8_t *tile, bool is_4_bit, int r, uint16_t to[2][G
 
 /* The values of W codes, minus `zero`. */
 INLINE vf values_of(const uint16_t *codes, gk_weight_format format, float zero) {
-    const vi c = __builtin_convertvector(*(const vh_mem *)codes, vi);
-    switch (format) {
-    case GK_INT4: return vf_from_vi((c ^ 8) - 8);
-    case GK_UINT4: return vf_from_vi(c) - zero;
-    case GK_INT8: return vf_from_vi((c ^ 128) - 128);
-    case GK_W_E4M3: {
-        const vi size = c & 0x7f, sign = (c & 0x80) << 24;
-        const vi u =
-            vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
-        return (vf)(vi_select(size == 0x7f, vi_set1(0x7fc00000), u) | sign);
-    }
-    default: {
-        const vi size = c & 7, sign = (c & 8) << 28;
-        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) |
-                    sign);
-    }
-    }
+    return vf_from_weight_codes(__builtin_convertvector(*(const vh_mem *)codes, vi), format, zero);
 }
 
 static float scale_of_group(const weight *w, int64_t n, int64_t group) {

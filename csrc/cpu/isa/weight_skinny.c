@@ -65,23 +65,8 @@ static void order_a(const skinny_job *jb) {
 }
 
 /* The values of W codes in the low bits of words, minus their zero. */
-INLINE vf worth(vi c, gk_weight_format format, float zero) {
-    switch (format) {
-    case GK_INT4: return vf_from_vi(((c & 15) ^ 8) - 8);
-    case GK_UINT4: return vf_from_vi(c & 15) - zero;
-    case GK_INT8: return vf_from_vi(((c & 255) ^ 128) - 128);
-    case GK_W_E4M3: {
-        const vi size = c & 0x7f, sign = (c & 0x80) << 24;
-        const vi u =
-            vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
-        return (vf)(vi_select(size == 0x7f, vi_set1(0x7fc00000), u) | sign);
-    }
-    default: {
-        const vi size = c & 7, sign = (c & 8) << 28;
-        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) |
-                    sign);
-    }
-    }
+INLINE vf values_of(vi words, gk_weight_format format, float zero) {
+    return vf_from_weight_codes(words & (gk_is_4_bit(format) ? 15 : 255), format, zero);
 }
 
 /* Rounds a weight to a's dtype. */
@@ -139,7 +124,7 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
                     const vi w = vi_load_bytes(words + 4 * W * part);
                     const int shift =
                         is_4_bit ? 4 * (h + 2 * (v / 2) + 4 * (v % 2)) : 8 * (2 * h + v % 2);
-                    value[v] = worth(w >> shift, format, 8);
+                    value[v] = values_of(w >> shift, format, 8);
                     if (format == GK_UINT4 && jb->g->zero) value[v] += 8 - vf_load(zero + part * W);
                     value[v] =
                         rounded(value[v] * vf_load(scale + part * W) * jb->global_scale, dtype);
