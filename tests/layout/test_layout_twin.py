@@ -5,16 +5,15 @@ torch_gpukern.layout, which must put elements at the same places.
 tests/data/layout.golden has questions and the answers that both must give: the current offsets,
 fragments and descriptors. It is written by:
 
-    python tests/layout/test_layout_twin.py > tests/data/layout.golden
+    PYTHONPATH=tests python tests/layout/test_layout_twin.py > tests/data/layout.golden
 """
 
-import os
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from host_program import assert_passes, compiled
 
 from torch_gpukern import layout as L
 from torch_gpukern.layout import Layout, atoms
@@ -23,34 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "data" / "layout.golden"
 
 
-def compiled(name, tmp_path_factory):
-    """tests/csrc/NAME.cpp, compiled."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [
-        shutil.which("g++") or shutil.which("clang++")
-    ]
-    if compiler[0] is None:
-        pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
-    path = tmp_path_factory.mktemp("layout") / name
-    source = ROOT / "tests" / "csrc" / f"{name}.cpp"
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-I",
-        ROOT / "csrc",
-        "-I",
-        ROOT / "csrc" / "include",
-    ]
-    result = subprocess.run([*compiler, *flags, source, "-o", path], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return path
-
-
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    return compiled("check_layout", tmp_path_factory)
+    return compiled("check_layout", tmp_path_factory.mktemp("layout"))
 
 
 def ask(program, questions):
@@ -65,9 +39,7 @@ def ask(program, questions):
 
 
 def test_definitions(program):
-    result = subprocess.run([program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
+    assert_passes(program)
 
 
 # ---- the golden file -----------------------------------------------------------------------------
@@ -155,15 +127,13 @@ def test_golden_file_is_the_twins():
 @pytest.fixture(scope="module")
 def box_program(tmp_path_factory):
     """tests/csrc/check_tma_box.cpp, compiled."""
-    return compiled("check_tma_box", tmp_path_factory)
+    return compiled("check_tma_box", tmp_path_factory.mktemp("layout"))
 
 
 def test_boxes_of_the_kernels(box_program):
     """Tiles have the layout of their boxes, tensor maps have the same fields as before, and boxes
     that TMA cannot describe are refused."""
-    result = subprocess.run([box_program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
+    assert_passes(box_program)
 
 
 def test_golden_boxes_are_the_headers(box_program):
@@ -206,7 +176,7 @@ def printed():
 
 
 def test_what_is_printed_on_the_host(tmp_path_factory):
-    path = compiled("check_print", tmp_path_factory)
+    path = compiled("check_print", tmp_path_factory.mktemp("layout"))
     assert (
         subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines()
         == printed()

@@ -5,40 +5,8 @@ csrc/cuda/layout/wgmma.cuh), and the registers that two products share. test_pip
 its barriers.
 """
 
-import os
-import shlex
-import shutil
-import subprocess
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
+from host_program import assert_passes, compiled
 
 
 def test_tiles_operands_and_registers(tmp_path):
-    compiler = shlex.split(os.environ.get("CXX", "")) or [
-        shutil.which("g++") or shutil.which("clang++")
-    ]
-    if compiler[0] is None:
-        pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
-    program = tmp_path / "check_attn_sm90a"
-    source = ROOT / "tests" / "csrc" / "check_attn_sm90a.cpp"
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-I",
-        ROOT / "csrc",
-        "-I",
-        ROOT / "csrc" / "include",
-    ]
-    result = subprocess.run(
-        [*compiler, *flags, source, "-o", program], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    result = subprocess.run([program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
+    assert_passes(compiled("check_attn_sm90a", tmp_path))
