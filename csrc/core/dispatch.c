@@ -12,6 +12,7 @@
 #include "prefer.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 
 /* ---- what the tests count -------------------------------------------------------------------- */
 static _Thread_local int64_t num_plans, num_kernel_plans, num_asked;
@@ -336,19 +337,41 @@ gk_status gk_cuda_arch(const char *arch, int32_t *index) {
     return gk_named("gk_cuda_arch", find_arch(arch, index));
 }
 
-const char *gk_cuda_kernels(void) {
-    static _Thread_local char text[16384];
-    text[0] = 0;
 #ifdef GPUKERN_HAS_CUDA
+/* Writes the names of all CUDA instances, separated by commas. Returns the length with the final 0.
+ * to NULL: only counts. */
+static size_t list_cuda_kernels(char *to) {
     size_t length = 0;
     for (int op = 0; op < GK_NUM_OPS; ++op) {
         int num_tables;
         const gk_cuda_table *const *tables = gk_cuda_tables((gk_op)op, &num_tables);
         for (int t = 0; t < num_tables; ++t)
-            for (int i = 0; i < tables[t]->num_instances && length < sizeof text - 80; ++i)
-                length += (size_t)snprintf(text + length, sizeof text - length, "%s%s",
-                                           length ? "," : "", tables[t]->instances[i].name);
+            for (int i = 0; i < tables[t]->num_instances; ++i) {
+                const char *name = tables[t]->instances[i].name;
+                const size_t size = strlen(name) + 1;
+                if (to) memcpy(to + length, name, size);
+                length += size;
+                if (to) to[length - 1] = ',';
+            }
     }
+    if (to && length) to[length - 1] = 0;
+    return length;
+}
 #endif
-    return text;
+
+const char *gk_cuda_kernels(void) {
+#ifdef GPUKERN_HAS_CUDA
+    static char *list; /* atomic; made by the first call and kept */
+    char *found = __atomic_load_n(&list, __ATOMIC_ACQUIRE);
+    if (found) return found;
+    char *made = calloc(1, list_cuda_kernels(NULL) + 1);
+    if (!made) return "";
+    list_cuda_kernels(made);
+    if (__atomic_compare_exchange_n(&list, &found, made, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        return made;
+    free(made); /* another thread was first */
+    return found;
+#else
+    return "";
+#endif
 }

@@ -150,8 +150,8 @@ GK_API const char *gk_cpu_isas(void);
 /* Why the default is not the last one in that list; "" if it is. */
 GK_API const char *gk_cpu_isa_reason(void);
 
-/* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid until this
- * thread's next call. */
+/* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid as long as
+ * the library is loaded. */
 GK_API const char *gk_cuda_kernels(void);
 
 /* ---- what a call would do ------------------------------------------------------------------ */
