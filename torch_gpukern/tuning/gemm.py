@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Finds the fastest kernel instance of a gemm: measures every instance that can serve the call, the
-default one among them, and PyTorch's own product. In this file a row is an instance, by its
-name."""
+default one among them, and PyTorch's own product. Variables hold instances by their names."""
 
 import contextlib
 import functools
@@ -263,8 +262,8 @@ def _first_look(call: Callable[[], object], pool) -> float:
     return us if us > 100 else timing.Replay([call], 20, pool).us()
 
 
-def _gain(times: dict[str, list[float]], row: str, default: str) -> float:
-    return statistics.median(x / y for x, y in zip(times[default], times[row], strict=True))
+def _gain(times: dict[str, list[float]], instance: str, default: str) -> float:
+    return statistics.median(x / y for x, y in zip(times[default], times[instance], strict=True))
 
 
 def tune(problem: Problem, device: torch.device) -> Result:
@@ -277,14 +276,14 @@ def tune(problem: Problem, device: torch.device) -> Result:
     with torch.cuda.device(device), torch.no_grad(), _torch_precision(problem):
         inputs = problem.inputs(device)
         plan = problem.explain(inputs)
-        name, gemm_class, rows = plan["device"], plan["class"], plan["instances"]
+        name, gemm_class, instances = plan["device"], plan["class"], plan["instances"]
         before = plan["instance"] if plan["preferred"] else ""
 
-        def prefer(row: str) -> None:
-            ops.gemm_prefer.default(name, gemm_class, row)
+        def prefer(instance: str) -> None:
+            ops.gemm_prefer.default(name, gemm_class, instance)
 
         try:
-            result = _measured(problem, inputs, rows, prefer)
+            result = _measured(problem, inputs, instances, prefer)
         except BaseException:
             prefer(before)
             raise
@@ -294,26 +293,30 @@ def tune(problem: Problem, device: torch.device) -> Result:
 
 
 def _measured(
-    problem: Problem, inputs: dict, rows: list[str], prefer: Callable[[str], None]
+    problem: Problem, inputs: dict, instances: list[str], prefer: Callable[[str], None]
 ) -> Result:
-    default, wrong, look = rows[0], [], {}
+    default, wrong, look = instances[0], [], {}
     pool = torch.cuda.graph_pool_handle()
     judge = Judge(problem, inputs)
-    for row in rows:
-        prefer(row)
+    for instance in instances:
+        prefer(instance)
         ran = problem.explain(inputs)["instance"]
-        if ran != row:
-            raise RuntimeError(f"{row} was asked for and {ran} would run")
+        if ran != instance:
+            raise RuntimeError(f"{instance} was asked for and {ran} would run")
         out = problem.ours(inputs)
-        if judge.takes_as_default(out) if row == default else judge.accepts(out):
-            look[row] = _first_look(lambda: problem.ours(inputs), pool)
+        if judge.takes_as_default(out) if instance == default else judge.accepts(out):
+            look[instance] = _first_look(lambda: problem.ours(inputs), pool)
         else:
-            wrong.append(row)
+            wrong.append(instance)
     if default in wrong:
         raise RuntimeError(f"the result of {default} is wrong: please report this")
     del judge, out
     least = min(look.values())
-    near = [row for row, us in look.items() if us <= FAR * least + FAR_US or row == default]
+    near = [
+        instance
+        for instance, us in look.items()
+        if us <= FAR * least + FAR_US or instance == default
+    ]
 
     sets = [inputs]
     if problem.flops < ROTATE_BELOW * problem.bytes:
@@ -325,9 +328,9 @@ def _measured(
         return timing.Replay(functions, timing.calls_for(us), pool)
 
     replays = {}
-    for row in near:
-        prefer(row)
-        replays[row] = replay(problem.ours, look[row])
+    for instance in near:
+        prefer(instance)
+        replays[instance] = replay(problem.ours, look[instance])
     replays["cublas"] = replay(problem.torch, least)
     times = timing.rounds_us(replays, ROUNDS)
     us = {name: statistics.median(x) for name, x in times.items()}
