@@ -177,12 +177,7 @@ gk_status gk_check_positions(const gk_rope_args *args) {
 gk_status gk_check_targets(const gk_cross_entropy_args *args, int64_t classes) {
     const gk_tensor *t = &args->target;
     for (int64_t row = 0; row < gk_numel(t); ++row) {
-        int64_t rest = row, offset = 0;
-        for (int d = t->ndim - 1; d >= 0; --d) {
-            offset += rest % t->shape[d] * t->stride[d];
-            rest /= t->shape[d];
-        }
-        const int64_t target = load_int(t, offset);
+        const int64_t target = load_int(t, gk_offset_of(t, t->ndim, row));
         if ((target >= 0 && target < classes) || target == args->ignore_index) continue;
         return gk_fail(GK_ERR_INDEX,
                        "target is expected to hold classes in [0, %" PRId64

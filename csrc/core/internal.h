@@ -59,6 +59,17 @@ static inline int64_t gk_broadcast_stride(const gk_tensor *t, int ndim, int d) {
     return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
 }
 
+/* The offset of element i of t's first `dims` dimensions, which are numbered in row-major order. */
+static inline int64_t gk_offset_of(const gk_tensor *t, int dims, int64_t i) {
+    int64_t offset = 0;
+    if (dims == 1) return i * t->stride[0];
+    for (int d = dims - 1; d >= 0; --d) {
+        offset += i % t->shape[d] * t->stride[d];
+        i /= t->shape[d];
+    }
+    return offset;
+}
+
 /* ---- loads and stores of one element, for every dtype ---------------------------------------- */
 static inline float gk_bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;

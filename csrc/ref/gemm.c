@@ -128,27 +128,21 @@ enum {
     ELEMENTS_PER_TASK = 4096
 };
 
-static int64_t element_offset(const gk_tensor *t, int64_t element) {
-    int64_t offset = 0;
-    for (int d = t->ndim - 1; d >= 0; --d) {
-        offset += element % t->shape[d] * t->stride[d];
-        element /= t->shape[d];
-    }
-    return offset;
-}
-
 static void act_bwd_elements(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const gk_gemm_act_bwd_args *x = arg;
     int64_t begin = task * ELEMENTS_PER_TASK;
     int64_t end = gk_min_i64(begin + ELEMENTS_PER_TASK, gk_numel(&x->grad_in));
     for (int64_t e = begin; e < end; ++e) {
-        double saved = gk_load(x->saved.data, x->saved.dtype, element_offset(&x->saved, e));
-        double grad = gk_load(x->grad_out.data, x->grad_out.dtype, element_offset(&x->grad_out, e));
+        double saved =
+            gk_load(x->saved.data, x->saved.dtype, gk_offset_of(&x->saved, x->saved.ndim, e));
+        double grad = gk_load(x->grad_out.data, x->grad_out.dtype,
+                              gk_offset_of(&x->grad_out, x->grad_out.ndim, e));
         double slope = act_derivative(x->activation, saved);
         /* relu selects: where its output is 0, an infinite or NaN gradient becomes 0 */
         double result = x->activation == GK_ACT_RELU && slope == 0 ? 0 : grad * slope;
-        gk_store(x->grad_in.data, x->grad_in.dtype, element_offset(&x->grad_in, e), result);
+        gk_store(x->grad_in.data, x->grad_in.dtype, gk_offset_of(&x->grad_in, x->grad_in.ndim, e),
+                 result);
     }
 }
 

@@ -141,20 +141,10 @@ enum {
     MERGE_ROWS = 64
 };
 
-/* Offset of a row of t, whose first `ndim` dimensions number the rows. */
-static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
-    int64_t offset = 0;
-    for (int d = ndim - 1; d >= 0; --d) {
-        offset += row % t->shape[d] * t->stride[d];
-        row /= t->shape[d];
-    }
-    return offset;
-}
-
 static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     int ndim = x->lse.ndim;
-    double lse_a = gk_load(x->lse_a.data, x->lse_a.dtype, row_offset(&x->lse_a, ndim, row));
-    double lse_b = gk_load(x->lse_b.data, x->lse_b.dtype, row_offset(&x->lse_b, ndim, row));
+    double lse_a = gk_load(x->lse_a.data, x->lse_a.dtype, gk_offset_of(&x->lse_a, ndim, row));
+    double lse_b = gk_load(x->lse_b.data, x->lse_b.dtype, gk_offset_of(&x->lse_b, ndim, row));
     /* a side whose lse is -inf saw no key, and its out is not read */
     bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
     double lse = no_a ? lse_b : lse_a, weight_a = 1, weight_b = 1;
@@ -165,8 +155,8 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
         weight_a = e_a / (e_a + e_b);
         weight_b = e_b / (e_a + e_b);
     }
-    int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
-    int64_t out_at = row_offset(&x->out, ndim, row);
+    int64_t a_at = gk_offset_of(&x->out_a, ndim, row), b_at = gk_offset_of(&x->out_b, ndim, row);
+    int64_t out_at = gk_offset_of(&x->out, ndim, row);
     for (int64_t d = 0; d < x->out.shape[ndim]; ++d) {
         double y = 0;
         if (!no_a)
@@ -178,7 +168,7 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
         }
         gk_store(x->out.data, x->out.dtype, out_at + d * x->out.stride[ndim], y);
     }
-    gk_store(x->lse.data, x->lse.dtype, row_offset(&x->lse, ndim, row), lse);
+    gk_store(x->lse.data, x->lse.dtype, gk_offset_of(&x->lse, ndim, row), lse);
 }
 
 static void merge_task(void *arg, int64_t task, int64_t worker) {

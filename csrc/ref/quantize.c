@@ -11,11 +11,7 @@
 static int64_t offset_of(const gk_tensor *t, int64_t lead, int64_t row, int64_t col) {
     int64_t offset = t->ndim ? col * t->stride[t->ndim - 1] : 0;
     if (t->ndim > 1) offset += row * t->stride[t->ndim - 2];
-    for (int d = t->ndim - 3; d >= 0; --d) {
-        offset += lead % t->shape[d] * t->stride[d];
-        lead /= t->shape[d];
-    }
-    return offset;
+    return offset + gk_offset_of(t, t->ndim - 2, lead);
 }
 
 static double at(const gk_tensor *t, int64_t lead, int64_t row, int64_t col) {

@@ -16,12 +16,7 @@ static inline int64_t num_rows(const gk_tensor *t) {
 /* Offset of a row. last 1: of the first of its N elements; last 0: of its only element, in a
  * tensor [...] with one element for each row. */
 static inline int64_t ref_row_offset(const gk_tensor *t, int64_t row, int last) {
-    int64_t offset = 0;
-    for (int d = t->ndim - 1 - last; d >= 0; --d) {
-        offset += row % t->shape[d] * t->stride[d];
-        row /= t->shape[d];
-    }
-    return offset;
+    return gk_offset_of(t, t->ndim - last, row);
 }
 
 static inline double ref_at(const gk_tensor *t, int64_t row, int64_t i) {

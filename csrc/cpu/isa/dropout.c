@@ -8,14 +8,9 @@
 #include "philox_vec.h"
 #include "rows.h"
 
-typedef struct dropout_plan {
-    int64_t rows, n, each, cuts;
-} dropout_plan;
-GK_PLAN_HOLDS(dropout_plan);
-
 typedef struct dropout_job {
     const gk_dropout_args *a;
-    const dropout_plan *p;
+    const row_cuts *p;
     uint64_t seed, offset;
     /* A word below this is kept. The top bit of both is flipped, so that a signed comparison
      * gives the unsigned order. */
@@ -71,25 +66,17 @@ INLINE void dropout_run(const dropout_job *job, int64_t row, int64_t from, int64
 static void dropout_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const dropout_job *job = arg;
-    const dropout_plan *p = job->p;
-    const int64_t first = task / p->cuts * p->each, last = gk_min_i64(first + p->each, p->rows);
-    const int64_t from = task % p->cuts * ROW_TASK, to = gk_min_i64(from + ROW_TASK, p->n);
-#define RUN(dtype, activation, backward)         \
-    for (int64_t row = first; row < last; ++row) \
-        dropout_run(job, row, from, to, dtype, activation, backward);
+    const row_span s = span_of(job->p, task);
+#define RUN(dtype, activation, backward)          \
+    for (int64_t row = s.row; row < s.end; ++row) \
+        dropout_run(job, row, s.from, s.to, dtype, activation, backward);
     ROW_DTYPES(job->a->x.dtype, false, FORMS)
 #undef RUN
 }
 
 static bool plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx;
-    const gk_tensor *x = &((const gk_dropout_args *)args)->x;
-    dropout_plan *p = GK_OWN(dropout_plan, plan);
-    p->rows = rows_of(x);
-    p->n = x->shape[x->ndim - 1];
-    p->each = rows_per_task(p->n);
-    p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
-    plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
+    plan_row_cuts(&((const gk_dropout_args *)args)->x, plan);
     return true;
 }
 
@@ -98,7 +85,7 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *plan, vo
     const gk_dropout_args *a = args;
     const uint64_t keep = gk_keep_below(a->p);
     dropout_job job = {
-        .a = a, .p = GK_OWN_CONST(dropout_plan, plan), .scale = (float)gk_keep_scale(a->p)};
+        .a = a, .p = GK_OWN_CONST(row_cuts, plan), .scale = (float)gk_keep_scale(a->p)};
     job.seed = gk_seed_word(&a->seed, 0);
     job.offset = gk_seed_word(&a->seed, 1);
     job.all = keep > UINT32_MAX;

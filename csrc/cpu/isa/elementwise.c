@@ -109,16 +109,6 @@ static void write_run(const gk_context *ctx, const void *args, const gk_plan *pl
 const gk_cpu_kernel SYM(gk_kv_cache_write) = {write_plan, write_run};
 
 /* ---- attn_merge ------------------------------------------------------------------------------ */
-/* Offset of a row of t, whose first `ndim` dimensions number the rows. */
-static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
-    int64_t offset = 0;
-    for (int d = ndim - 1; d >= 0; --d) {
-        offset += row % t->shape[d] * t->stride[d];
-        row /= t->shape[d];
-    }
-    return offset;
-}
-
 static void copy_row(const gk_tensor *x, int64_t from, const gk_tensor *out, int64_t to,
                      int64_t n) {
     const int64_t stride = x->stride[x->ndim - 1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
@@ -139,9 +129,10 @@ INLINE vf load_strided(const gk_tensor *t, int64_t at, int64_t stride, int64_t n
 static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     const int ndim = x->lse.ndim;
     const int64_t n = x->out.shape[ndim];
-    const float lse_a = ((const float *)x->lse_a.data)[row_offset(&x->lse_a, ndim, row)];
-    const float lse_b = ((const float *)x->lse_b.data)[row_offset(&x->lse_b, ndim, row)];
-    const int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
+    const float lse_a = ((const float *)x->lse_a.data)[gk_offset_of(&x->lse_a, ndim, row)];
+    const float lse_b = ((const float *)x->lse_b.data)[gk_offset_of(&x->lse_b, ndim, row)];
+    const int64_t a_at = gk_offset_of(&x->out_a, ndim, row),
+                  b_at = gk_offset_of(&x->out_b, ndim, row);
     char *out = gk_at(x->out.data, gk_bytes_of(x->out.dtype, row * n)); /* NULL if n is 0 */
     float *lse = (float *)x->lse.data + row;
     if (lse_a == -INFINITY && lse_b == -INFINITY) {

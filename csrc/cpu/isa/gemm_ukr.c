@@ -211,12 +211,8 @@ static void act_bwd_task(void *arg, int64_t t, int64_t worker) {
         char *p[3];
         int64_t col[3];
         for (int x = 0; x < 3; ++x) {
-            int64_t i = r, off = 0;
-            for (int d = nd - 2; d >= 0; --d) {
-                off += i % ts[x]->shape[d] * ts[x]->stride[d];
-                i /= ts[x]->shape[d];
-            }
-            p[x] = (char *)ts[x]->data + (int64_t)gk_dtype_bytes(ts[x]->dtype) * off;
+            p[x] = (char *)ts[x]->data +
+                   (int64_t)gk_dtype_bytes(ts[x]->dtype) * gk_offset_of(ts[x], nd - 1, r);
             col[x] = nd ? ts[x]->stride[nd - 1] : 1;
         }
         for (int64_t j = 0; j < n; j += W) {

@@ -10,31 +10,6 @@
 #include "activation.h"
 #include "rows.h"
 
-/* A row is cut into `cuts` ranges of at most ROW_TASK columns. A task is one range, or `each`
- * whole rows. */
-typedef struct glu_plan {
-    int64_t rows, n, each, cuts;
-} glu_plan;
-GK_PLAN_HOLDS(glu_plan);
-
-static void plan_rows(const gk_tensor *x, gk_plan *plan) {
-    glu_plan *p = GK_OWN(glu_plan, plan);
-    p->rows = rows_of(x);
-    p->n = x->shape[x->ndim - 1];
-    p->each = rows_per_task(p->n);
-    p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
-    plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
-}
-
-typedef struct span {
-    int64_t row, end, from, to; /* rows [row, end), columns [from, to) */
-} span;
-
-static span span_of(const glu_plan *p, int64_t task) {
-    const int64_t row = task / p->cuts * p->each, from = task % p->cuts * ROW_TASK;
-    return (span){row, gk_min_i64(row + p->each, p->rows), from, gk_min_i64(from + ROW_TASK, p->n)};
-}
-
 /* Calls body(dtype, activation) with constants, so that each pair is compiled separately. */
 #define ACTIVATIONS(dtype, body)                                 \
     switch (job->a->activation) {                                \
@@ -48,11 +23,11 @@ static span span_of(const glu_plan *p, int64_t task) {
 /* ---- forward --------------------------------------------------------------------------------- */
 typedef struct fwd_job {
     const gk_glu_args *a;
-    const glu_plan *p;
+    const row_cuts *p;
     gk_tensor gate, up;
 } fwd_job;
 
-INLINE void fwd_rows(const fwd_job *job, span s, gk_dtype dtype, gk_activation activation) {
+INLINE void fwd_rows(const fwd_job *job, row_span s, gk_dtype dtype, gk_activation activation) {
     for (int64_t row = s.row; row < s.end; ++row) {
         const char *gate = row_at(&job->gate, row), *up = row_at(&job->up, row);
         char *out = row_at(&job->a->out, row);
@@ -66,7 +41,7 @@ INLINE void fwd_rows(const fwd_job *job, span s, gk_dtype dtype, gk_activation a
 static void fwd_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const fwd_job *job = arg;
-    const span s = span_of(job->p, task);
+    const row_span s = span_of(job->p, task);
 #define RUN(dtype, activation) fwd_rows(job, s, dtype, activation)
 #define OF_DTYPE(dtype, wide) ACTIVATIONS(dtype, RUN)
     ROW_DTYPES(job->a->gate.dtype, false, OF_DTYPE)
@@ -75,14 +50,14 @@ static void fwd_task(void *arg, int64_t task, int64_t worker) {
 
 static bool fwd_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx;
-    plan_rows(&((const gk_glu_args *)args)->out, plan);
+    plan_row_cuts(&((const gk_glu_args *)args)->out, plan);
     return true;
 }
 
 static void fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     (void)workspace;
     const gk_glu_args *a = args;
-    fwd_job job = {a, GK_OWN_CONST(glu_plan, plan), gk_glu_half(&a->gate, a->up, 0),
+    fwd_job job = {a, GK_OWN_CONST(row_cuts, plan), gk_glu_half(&a->gate, a->up, 0),
                    gk_glu_half(&a->gate, a->up, 1)};
     gk_parallel(ctx, plan->tasks, fwd_task, &job);
 }
@@ -92,11 +67,11 @@ const gk_cpu_kernel SYM(gk_glu_fwd) = {fwd_plan, fwd_run};
 /* ---- backward -------------------------------------------------------------------------------- */
 typedef struct bwd_job {
     const gk_glu_bwd_args *a;
-    const glu_plan *p;
+    const row_cuts *p;
     gk_tensor gate, up, dgate, dup;
 } bwd_job;
 
-INLINE void bwd_rows(const bwd_job *job, span s, gk_dtype dtype, gk_activation activation) {
+INLINE void bwd_rows(const bwd_job *job, row_span s, gk_dtype dtype, gk_activation activation) {
     for (int64_t row = s.row; row < s.end; ++row) {
         const char *grad = row_at(&job->a->grad_out, row), *gate = row_at(&job->gate, row),
                    *up = row_at(&job->up, row);
@@ -114,7 +89,7 @@ INLINE void bwd_rows(const bwd_job *job, span s, gk_dtype dtype, gk_activation a
 static void bwd_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const bwd_job *job = arg;
-    const span s = span_of(job->p, task);
+    const row_span s = span_of(job->p, task);
 #define RUN(dtype, activation) bwd_rows(job, s, dtype, activation)
     ROW_DTYPES(job->a->gate.dtype, false, OF_DTYPE)
 #undef RUN
@@ -122,7 +97,7 @@ static void bwd_task(void *arg, int64_t task, int64_t worker) {
 
 static bool bwd_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx;
-    plan_rows(&((const gk_glu_bwd_args *)args)->grad_out, plan);
+    plan_row_cuts(&((const gk_glu_bwd_args *)args)->grad_out, plan);
     return true;
 }
 
@@ -130,7 +105,7 @@ static void bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan
     (void)workspace;
     const gk_glu_bwd_args *a = args;
     bwd_job job = {a,
-                   GK_OWN_CONST(glu_plan, plan),
+                   GK_OWN_CONST(row_cuts, plan),
                    gk_glu_half(&a->gate, a->up, 0),
                    gk_glu_half(&a->gate, a->up, 1),
                    gk_glu_half(&a->dgate, a->dup, 0),

@@ -39,14 +39,9 @@ typedef struct job {
 } job;
 
 /* ---- 1. a row as float32 --------------------------------------------------------------------- */
+/* NULL if the tensor has no elements */
 static char *row_of(const gk_tensor *t, int64_t row) {
-    int64_t offset = 0;
-    for (int d = t->ndim - 2; d >= 0; --d) {
-        offset += row % t->shape[d] * t->stride[d];
-        row /= t->shape[d];
-    }
-    return offset ? (char *)t->data + offset * (int64_t)gk_dtype_bytes(t->dtype)
-                  : t->data; /* NULL if the tensor has no elements */
+    return gk_at(t->data, gk_offset_of(t, t->ndim - 1, row) * (int64_t)gk_dtype_bytes(t->dtype));
 }
 
 /* Loads a row of any stride as float32; columns up to a whole vector are 0. */

@@ -26,25 +26,14 @@ INLINE int64_t rows_of(const gk_tensor *t) {
     return rows;
 }
 
-/* Offset in elements of row `row` along the first `dims` dimensions. */
-INLINE int64_t row_offset(const gk_tensor *t, int dims, int64_t row) {
-    int64_t offset = 0;
-    if (dims == 1) return row * t->stride[0];
-    for (int d = dims - 1; d >= 0; --d) {
-        offset += row % t->shape[d] * t->stride[d];
-        row /= t->shape[d];
-    }
-    return offset;
-}
-
 /* The first element of a row. */
 INLINE char *row_at(const gk_tensor *t, int64_t row) {
-    return (char *)t->data + row_offset(t, t->ndim - 1, row) * (gk_type_of(t->dtype)->bits / 8);
+    return (char *)t->data + gk_offset_of(t, t->ndim - 1, row) * (gk_type_of(t->dtype)->bits / 8);
 }
 
 /* The element of a row in a tensor [...] that has one element for each row. */
 INLINE char *row_element(const gk_tensor *t, int64_t row) {
-    return (char *)t->data + row_offset(t, t->ndim, row) * (gk_type_of(t->dtype)->bits / 8);
+    return (char *)t->data + gk_offset_of(t, t->ndim, row) * (gk_type_of(t->dtype)->bits / 8);
 }
 
 /* The sum and the maximum of all lanes, each in a fixed order. The maximum may lose a NaN. They
@@ -75,6 +64,33 @@ INLINE float vf_peak(vf v) {
 
 /* Rows of a task, so that it has about ROW_TASK elements. */
 INLINE int64_t rows_per_task(int64_t n) { return gk_max_i64(1, ROW_TASK / gk_max_i64(1, n)); }
+
+/* The tasks of an operation that may cut rows: a row is cut into `cuts` ranges of at most ROW_TASK
+ * columns. A task is one range, or `each` whole rows. */
+typedef struct row_cuts {
+    int64_t rows, n, each, cuts;
+} row_cuts;
+GK_PLAN_HOLDS(row_cuts);
+
+/* Plans rows like those of x. */
+INLINE void plan_row_cuts(const gk_tensor *x, gk_plan *plan) {
+    row_cuts *p = GK_OWN(row_cuts, plan);
+    p->rows = rows_of(x);
+    p->n = x->shape[x->ndim - 1];
+    p->each = rows_per_task(p->n);
+    p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
+    plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
+}
+
+typedef struct row_span {
+    int64_t row, end, from, to; /* rows [row, end), columns [from, to) */
+} row_span;
+
+INLINE row_span span_of(const row_cuts *p, int64_t task) {
+    const int64_t row = task / p->cuts * p->each, from = task % p->cuts * ROW_TASK;
+    return (row_span){row, gk_min_i64(row + p->each, p->rows), from,
+                      gk_min_i64(from + ROW_TASK, p->n)};
+}
 
 /* Adds the contribution of columns [i, i + n) to s[0 .. k). n < W only at the end of a row;
  * lanes from n on must then add 0. */
