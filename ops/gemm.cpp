@@ -1,19 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // gemm.cpp: gemm, and gemm_act_bwd, the gradient of its activation.
 #include "core/folds.h"
-#include "run.h"
+#include "words.h"
 
 namespace gk {
 namespace {
-
-gk_activation parse_activation(const char *op, std::string_view name) {
-    if (name == "none") return GK_ACT_NONE;
-    if (name == "relu") return GK_ACT_RELU;
-    if (name == "gelu") return GK_ACT_GELU;
-    if (name == "gelu_tanh") return GK_ACT_GELU_TANH;
-    if (name == "silu") return GK_ACT_SILU;
-    bad_argument(op, "activation must be none, relu, gelu, gelu_tanh or silu, got '", name, "'");
-}
 
 struct Gemm {
     Tensor a, b;    // [batch..., M, K], [batch..., K, N] or [K, N]

@@ -16,9 +16,9 @@
  *
  * Calls
  *   An entry point returns a gk_status. gk_last_error() has the text of this thread's last failure.
- *   No function exits, prints, allocates device memory or synchronises a device.
- *   The caller provides the workspace, aligned to 64 bytes. gk_<op>_workspace_bytes says how large
- *   it must be. It need not be zeroed.
+ *   No function exits, prints, allocates device memory or synchronises a device. One exception: a
+ *   kernel that lacks a dtype which its check admits, a bug, says so on stderr and aborts.
+ *   The caller provides gk_<op>_workspace_bytes of workspace, aligned to 64 bytes, zeroed or not.
  *   A process stores constants of its devices and the instances preferred by gk_gemm_prefer. A
  *   thread stores the last instances chosen for gemm, which change no result.
  */

@@ -374,3 +374,55 @@ def test_tokens_past_the_cache_name_what_the_caller_passed(paged, rotary):
         q, cache, cache.clone(), k, k, cache_seqlens=wrong - 1, causal=True, **more
     )
     assert right.shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    (
+        ({"cache_seqlens": [-1], "block_table": [[0, 1]]}, "block_table is expected to hold"),
+        ({"cache_seqlens": [3], "block_table": [[-1, 1]]}, "block_table is expected to hold"),
+        ({"cache_seqlens": [0], "block_table": [[]]}, "block_table is expected to hold"),
+        ({"cache_seqlens": [-1]}, "cache_seqlens is expected to leave room"),
+        ({"cache_seqlens": [3], "cache_batch_idx": [-1]}, "cache_seqlens is expected to leave"),
+        ({"cache_seqlens": [1, 1]}, r"cache_seqlens must have shape \[1\]"),
+    ),
+)
+def test_tokens_before_the_cache_are_refused(how, says):
+    """A page of -1 and row 3 of 4 made slot -1, which kv_cache_write skips. A length of -1 was an
+    index of torch's gather, which on CUDA ends the process."""
+    from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
+
+    how = {name: torch.tensor(x, dtype=torch.int32) for name, x in how.items()}
+    q, k, cache = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), torch.zeros(2, 4, 2, 8)
+    with pytest.raises((IndexError, ValueError), match=f"gpukern flash_attn_with_kvcache: {says}"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), k, k, **how)
+    assert cache.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    (
+        ({"cache_seqlens": [-1]}, r"cache_seqlens is expected not to be negative"),
+        ({"cache_seqlens": [5]}, r"cache_seqlens is expected to fit a row of k_cache \(4 keys\)"),
+        (
+            {"cache_seqlens": [3], "cache_batch_idx": [7]},
+            r"cache_batch_idx is expected in \[0, 2\)",
+        ),
+        ({"cache_seqlens": [3], "block_table": [[5]]}, r"block_table is expected to hold pages"),
+    ),
+)
+def test_lengths_of_a_cache_are_named_as_the_caller_does(how, says):
+    from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
+
+    how = {name: torch.tensor(x, dtype=torch.int32) for name, x in how.items()}
+    q, cache = torch.ones(1, 1, 2, 8), torch.zeros(2, 4, 2, 8)
+    with pytest.raises(IndexError, match=f"gpukern flash_attn_with_kvcache: {says}"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), **how)
+
+
+def test_lengths_that_are_no_integers_are_refused():
+    from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
+
+    q, cache = torch.ones(1, 1, 2, 8), torch.zeros(2, 4, 2, 8)
+    with pytest.raises(ValueError, match="cache_seqlens must be int32 or int64, got float32"):
+        flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=torch.tensor([1.5]))

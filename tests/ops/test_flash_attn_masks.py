@@ -687,3 +687,27 @@ def test_refused_where_no_mask_is_served():
     (grad,) = torch.autograd.grad(out.sum(), bias, create_graph=True)
     with pytest.raises(NotImplementedError, match="flash_attn: it is not twice differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("how", ("bias", "distance_bias", "attn_mask", "none"))
+def test_gradient_of_sinks_where_there_are_no_keys(how, dtype, device):
+    """lse of each row is the head's sink, so a sink's gradient is the sum of grad_lse. With a mask
+    or a bias it was 0."""
+    stats = torch.float64 if dtype is torch.float64 else torch.float32
+    q = torch.randn(2, 4, 5, 16, dtype=dtype, device=device, requires_grad=True)
+    k = torch.zeros(2, 2, 0, 16, dtype=dtype, device=device)
+    sinks = torch.randn(4, dtype=stats, device=device, requires_grad=True)
+    biases = {
+        "bias": torch.zeros(1, 4, 5, 1, dtype=dtype, device=device, requires_grad=True),
+        "distance_bias": torch.zeros(4, 4, dtype=stats, device=device, requires_grad=True),
+        "attn_mask": torch.zeros(5, 0, dtype=torch.bool, device=device),
+    }
+    given = {} if how == "none" else {how: biases[how]}
+    out, lse = gk.flash_attn(q, k, k, sinks=sinks, return_lse=True, **given)
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    grad = torch.randn_like(lse)
+    torch.autograd.backward((out, lse), (torch.randn_like(out), grad))
+    torch.testing.assert_close(sinks.grad.double(), grad.double().sum((0, 2)), rtol=1e-6, atol=1e-6)
+    assert not q.grad.any()
+    assert not any(x.grad.any() for x in given.values() if x.requires_grad)

@@ -6,6 +6,7 @@ import torch
 from conftest import generator, randn
 from torch import nn
 
+from torch_gpukern import PagedKVCache
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.joined import joined
 from torch_gpukern.serve import TransformersModel
@@ -108,6 +109,24 @@ def test_a_layer_that_does_more_is_left():
     layers[1].float()
     count, fused, plain = both(net)
     assert count == 2 and off(fused, plain) < 1e-4
+
+
+@pytest.mark.parametrize("lost", ("k", "v", "both"))
+def test_a_layer_that_writes_no_rows_is_left(lost, monkeypatch):
+    """The trial compares rows of the cache, where the network's own run left its keys and
+    values."""
+    write = PagedKVCache.rope_write
+
+    def loses(cache, q, k, v, cos, sin, positions, slots, layer=0, **how):
+        kept = [x[layer].clone() for x in (cache.k, cache.v)]
+        q = write(cache, q, k, v, cos, sin, positions, slots, layer, **how)
+        for name, pages, before in zip("kv", (cache.k, cache.v), kept):
+            if lost in (name, "both"):
+                pages[layer].copy_(before)
+        return q
+
+    monkeypatch.setattr(PagedKVCache, "rope_write", loses)
+    assert not TransformersModel(network(), 16).fused.layers
 
 
 def test_interleaved_angles_are_left():

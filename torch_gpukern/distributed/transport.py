@@ -54,7 +54,8 @@ class Gather:
         # for each stage: the NCCL works to wait for, or one event for each copied rank, in the
         # order of the copies
         self._posted: list[list] = []
-        self._came: dict[int, torch.cuda.Event] = {}  # by rank: the event after its last copy
+        # by rank: the event after its last copy, in the order of these copies
+        self._came: dict[int, torch.cuda.Event] = {}
         self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
         if self._pool is not None:
             self._pull_lent(xs)
@@ -148,8 +149,10 @@ class Gather:
                     _, source = ranks.around(step)
                     if runs[source]:
                         copy(source, *runs[source])
-                        self._came[source] = pool.stream.record_event()
-                        posted.append(self._came[source])
+                        event = pool.stream.record_event()
+                        self._came.pop(source, None)  # an earlier run's; the rank moves to the end
+                        self._came[source] = event
+                        posted.append(event)
                 self._posted.append(posted)
 
     @property
@@ -161,9 +164,10 @@ class Gather:
     def wait_for(self, steps: int) -> None:
         """Lets work that is issued later read the rows of the `steps` ranks before this one. Only
         if `by_copies`."""
-        for step in range(steps, 0, -1):
-            event = self._came.get(self._ranks.around(step)[1])
-            if event is not None:  # copies run in order, so this event implies the earlier ones
+        wanted = {self._ranks.around(step)[1] for step in range(1, steps + 1)}
+        for source in reversed(self._came):
+            if source in wanted:  # copies run in order, so this event implies the earlier ones
+                event = self._came[source]
                 torch.cuda.current_stream(self.whole[0].device).wait_event(event)
                 return
 

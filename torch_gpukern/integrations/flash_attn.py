@@ -11,10 +11,12 @@ and float64, every head_dim that gpukern serves, v with a head_dim of its own. O
 a query that sees no key is -inf, not inf; deterministic backwards by argument are refused by name.
 """
 
+import re
+
 import torch
 from torch import Tensor
 
-from .._library import below_autocast
+from .._library import NAMESPACE, below_autocast
 from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn, rope, rope_kv_write
 from ..ops.fakes import stats_dtype
 from ..ops.keywords import keep_defaults_constant
@@ -46,6 +48,17 @@ def _beyond(
         f"cache_seqlens and k's {new} tokens; it has "
         f"{table.shape[1]} columns, pages of {block} tokens; pass a table with more columns"
     )
+
+
+def _reworded(function: str, paged: bool, error: str) -> str:
+    """Rewords paged_attn's error about lengths and tables in terms of the caller's arguments."""
+    error = error.replace(f"{NAMESPACE}::paged_attn", f"gpukern {function}")
+    error = error.replace("seq_lens", "cache_seqlens")
+    if paged:
+        return error
+    error = error.replace("a row of block_table", "a row of k_cache")
+    error = error.replace("block_table is expected to hold pages", "cache_batch_idx is expected")
+    return re.sub(r"block_table\[(\d+), \d+\]", r"cache_batch_idx[\1]", error)
 
 
 def _rules(
@@ -266,16 +279,21 @@ def flash_attn_with_kvcache(
         cache_seqlens = k_cache.shape[1] * table.shape[1]
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if cache_seqlens.dtype not in (torch.int32, torch.int64):
+        _refuse(name, f"cache_seqlens must be int32 or int64, got {str(cache_seqlens.dtype)[6:]}")
+    if not torch.compiler.is_compiling() and cache_seqlens.shape != q.shape[:1]:
+        got = list(cache_seqlens.shape)
+        _refuse(name, f"cache_seqlens must have shape [{batch}], one length a sequence, got {got}")
     lengths = cache_seqlens.to(torch.int32)
     if k is not None and v is not None:
         place = lengths[:, None] + torch.arange(k.shape[1], dtype=torch.int32, device=q.device)
         page, row = place // k_cache.shape[1], place % k_cache.shape[1]
-        columns = table.shape[
-            1
-        ]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
-        page = torch.where(
-            page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0]
-        )
+        # Tokens outside the table find its last column, a page that the cache does not have: an
+        # error, and not another sequence's key.
+        blocks, columns = k_cache.shape[0], table.shape[1]
+        column = torch.where(page < 0, columns, page).clamp(max=columns).long()
+        page = torch.nn.functional.pad(table, (0, 1), value=blocks).gather(1, column)
+        page = torch.where(page < 0, blocks, page)
         slots = (page.long() * k_cache.shape[1] + row).flatten()
         try:
             if rotary_cos is not None and rotary_sin is not None:
@@ -317,7 +335,13 @@ def flash_attn_with_kvcache(
         out = out.transpose(1, 2)
     else:
         more = {"kv_start": first, "allow_short": short, "return_lse": True, **scales}
-        out, lse = paged_attn(q.flatten(0, 1), k_cache, v_cache, table, lengths, **rules, **more)
+        try:
+            out, lse = paged_attn(
+                q.flatten(0, 1), k_cache, v_cache, table, lengths, **rules, **more
+            )
+        except (IndexError, ValueError) as error:
+            text = _reworded(name, block_table is not None, str(error))
+            raise type(error)(text) from error
         out, lse = out.unflatten(0, (batch, seq_q)), lse.unflatten(0, (batch, seq_q)).mT
     return (out, lse) if return_softmax_lse else out
 

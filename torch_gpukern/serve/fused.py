@@ -321,6 +321,8 @@ def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | 
     cache, slots, index = served_by.cache, served_by.step.slots.long(), attention.layer_idx
     pages = [x[index].flatten(0, 1) for x in (cache.k, cache.v)]
     want = [seen.query, seen.result, *(x[slots].float() for x in pages)]
+    for page in pages:  # so that rows which the fused layer does not write differ
+        page.view(torch.uint8).index_fill_(0, slots, 0)
     got: dict[str, Tensor] = {}
 
     def attended(_: int, query: Tensor, rules: dict[str, Any]) -> None:
