@@ -101,7 +101,11 @@ CALLS = calls()
 
 
 def test_every_op_has_its_row():
-    functions = {n for n in torch_gpukern.__all__ if n.islower()} - {"batch_invariant", "check_errors", "explain"}
+    functions = {n for n in torch_gpukern.__all__ if n.islower()} - {
+        "batch_invariant",
+        "check_errors",
+        "explain",
+    }
     assert set(table()) == set(CALLS) == functions
 
 
