@@ -151,6 +151,15 @@ def test_attention_over_a_cache():
         gnn.Attention(32, 4, 3)
 
 
+@pytest.mark.parametrize("shape", ((0, 4), (2, 0), (0, 0)))
+def test_attention_of_no_tokens(shape):
+    layer = gnn.Attention(16, 2)
+    x = torch.zeros(*shape, 16, requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == x.shape
+
+
 def test_attention_of_a_padded_batch():
     torch.manual_seed(0)
     layer, x = gnn.Attention(32, 4), randn(generator("padded"), 2, 9, 32)

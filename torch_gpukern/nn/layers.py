@@ -246,7 +246,8 @@ class Attention(torch.nn.Module):
             out = paged_attn(
                 q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start, **scales
             )
-        return self.o_proj(out.reshape(batch, seq, -1))
+        # not -1, which a batch of 0 leaves open
+        return self.o_proj(out.reshape(batch, seq, out.shape[-2] * out.shape[-1]))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
