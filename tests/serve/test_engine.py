@@ -83,6 +83,71 @@ def test_sampled_answers_depend_on_the_seed_alone(net):
     assert answers((5, 6, 7, 8)) != together
 
 
+@pytest.mark.parametrize("settings", ({}, {"max_batch": 2, "max_step_tokens": 13}))
+def test_answers_to_one_prompt_compute_it_once(net, settings):
+    """They are those of single requests with the same seeds. All but the first compute one token of
+    the prompt. Its pages are shared, a partly filled one included."""
+    how = dict(max_tokens=12, temperature=0.8, repetition_penalty=1.1)
+    prompt, other = prompts_of(45, 20)  # two full pages and a part of one
+    wanted = []
+    for seed in range(5):
+        engine = Engine(TransformersModel(net, 64), max_drafts=0)
+        wanted.append(engine.submit(Request(prompt, seed=seed, **how)))
+        run(engine)
+    engine = Engine(TransformersModel(net, 64), max_drafts=0, **settings)
+    requests = [Request(prompt, seed=seed, **how) for seed in range(5)]
+    single = Request(other, seed=9, **how)
+    engine.submit_all([*requests, single])
+    most = 0
+    while engine.step():
+        most = max(most, engine.used_pages)
+    assert [r.answer for r in requests] == [r.answer for r in wanted]
+    assert len({tuple(r.answer) for r in requests}) > 1 and len(single.answer) == 12
+    computed = engine.metrics.step_tokens
+    # With two at once, an answer may come when the others of its prompt have ended: pages that are
+    # full are found, the last one is not.
+    assert computed == 45 + 4 + 20 + 6 * 11 or settings and computed < 2 * 45 + 20 + 6 * 11
+    assert most <= 2 + 5 * 2 + 2  # shared pages, two of each answer's own, the single request's
+    assert all_free(engine)
+
+
+def test_answers_to_one_prompt_when_the_first_ends_or_leaves(net):
+    """The next one computes the prompt, or what the cache does not have of it."""
+    prompt, *_ = prompts_of(45)
+    alone = Engine(TransformersModel(net, 64))
+    wanted = alone.submit(Request(prompt, max_tokens=6))
+    run(alone)
+    engine = Engine(TransformersModel(net, 64), max_step_tokens=20)
+    requests = [Request(prompt, max_tokens=6) for _ in range(4)]
+    engine.submit_all(requests)
+    engine.step()
+    assert [r.handle is None for r in requests] == [False, True, True, True]
+    requests[0].cancel()
+    run(engine)
+    assert [r.answer for r in requests[1:]] == [wanted.answer] * 3 and all_free(engine)
+    assert engine.metrics.step_tokens == 20 + 45 + 2 + 3 * 5 + engine.metrics.drafted
+    short = Engine(TransformersModel(net, 64))
+    requests = [Request(prompt, max_tokens=1) for _ in range(3)]
+    short.submit_all(requests)  # the first has ended when the others could fork it
+    run(short)
+    assert [r.answer for r in requests] == [wanted.answer[:1]] * 3 and all_free(short)
+    assert short.metrics.step_tokens == 45 + 2 * (45 - 32)
+
+
+def test_answers_to_one_prompt_with_too_few_pages(net):
+    """Some give their pages back and come again; the answers are the same."""
+    prompt, *_ = prompts_of(45)
+    answers = []
+    for pages in (64, 7):
+        engine = Engine(TransformersModel(net, pages), max_drafts=0)
+        requests = [Request(prompt, seed=s, temperature=0.8, max_tokens=30) for s in range(4)]
+        engine.submit_all(requests)
+        run(engine)
+        answers.append([r.answer for r in requests])
+        assert all_free(engine)
+    assert engine.metrics.preemptions > 0 and answers[0] == answers[1]
+
+
 def test_a_cache_of_8_bits(net, wanted):
     """Answers do not depend on what else runs, on chunks or on shared pages, and begin as
     generate's."""

@@ -7,6 +7,9 @@ do not stop the others, and a step's time is bounded.
 
 - Pages of equal prefixes are shared: what one request has written, the next one finds by its
   tokens.
+- Requests of one `submit_all` with the same prompt share its pages and its computation. The first
+  computes the prompt. The others wait for it, then fork its sequence and compute the last token of
+  the prompt alone.
 - When pages run out, the youngest request gives its pages back and waits. Its tokens stay; their
   keys are computed again, or found by prefix.
 - Drafts are the tokens that followed the same n-gram before. They are checked in one step, and the
@@ -102,9 +105,12 @@ class Engine:
                 raise Busy("the server closes")
             if len(self.waiting) + len(requests) > self.max_waiting:
                 raise Busy(f"{len(self.waiting)} requests wait already, of {self.max_waiting}")
+            groups: dict[tuple[int, ...], list[Request]] = {}
             for request, prompt in zip(requests, prompts):
                 # the caller may change its list while the request runs
                 request.prompt, request.tokens = tuple(prompt), prompt
+                request.group = groups.setdefault(request.prompt, [])
+                request.group.append(request)
                 request.arrived = time.perf_counter()
                 self.waiting.append(request)
             self._work.notify()
@@ -192,22 +198,42 @@ class Engine:
 
     def _admit(self) -> None:
         cache = self.cache
-        while self.waiting and len(self.running) < self.max_batch:
+        with self._work:  # other threads append to `waiting`
+            waiting = list(self.waiting)
+        for request in waiting:
+            if len(self.running) >= self.max_batch:
+                return
             if self.running and self._blocked == cache.free_blocks:
                 return
-            request = self.waiting[0]
-            # The last token is left out: its logits are asked for.
-            handle, known = cache.match(request.tokens[:-1])
+            alike = [r for r in request.group if r.handle is not None]
+            if alike and all(r.cached < len(r.prompt) for r in alike):
+                continue  # the next step finds the prompt computed
+            handle, known = self._known(request, alike)
             need = -(-(len(request.tokens) + 1) // cache.block_size) - known // cache.block_size
             if self.running and need > cache.free_blocks:
                 cache.free(handle)
                 self._blocked = cache.free_blocks
                 return
             with self._work:
-                self.waiting.popleft()
+                self.waiting.remove(request)
             request.handle, request.cached = handle, known
             self.running.append(request)
             self.metrics.prefix(known, len(request.tokens))
+
+    def _known(self, request: Request, alike: list[Request]) -> tuple[int, int]:
+        """A sequence with as many of the request's tokens as the cache has, and their number: full
+        pages that were published, or the prompt of a running request with the same prompt. The last
+        token is left out, because its logits are asked for."""
+        cache = self.cache
+        handle, known = cache.match(request.tokens[:-1])
+        prompt = min(len(request.prompt), len(request.tokens) - 1)
+        if prompt <= known:
+            return handle, known
+        for other in alike:
+            if other.handle is not None and other.cached >= prompt:
+                cache.free(handle)
+                return cache.fork(other.handle, prompt), prompt
+        return handle, known
 
     def _plan(self) -> list[Chunk]:
         """The chunks of the next step, whose pages are reserved. Decoding requests come first, so

@@ -161,6 +161,8 @@ class Request:
     tokens: list[int] = field(default_factory=list, init=False)  # the prompt, then the answer
     scores: list[Scores] = field(default_factory=list, init=False)  # of the answer's tokens
     finish: str | None = field(default=None, init=False)
+    # the requests that were submitted with it and have the same prompt, itself among them
+    group: list[Request] = field(default_factory=list, init=False, repr=False)
     handle: int | None = field(default=None, init=False)
     cached: int = field(default=0, init=False)  # tokens whose keys are in the cache
     leaves: str | None = field(default=None, init=False)  # why the engine is to end it
