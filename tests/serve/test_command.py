@@ -68,7 +68,7 @@ def test_a_missing_package_is_named(missing, monkeypatch, capsys, model_dir):
 
 
 def test_a_directory_is_loaded(model_dir, wanted):
-    net, tokenizer, stop_ids = loading.load(model_dir, torch.device("cpu"), torch.float32)
+    net, tokenizer, stop_ids = loading.load(model_dir, torch.float32)
     assert stop_ids == {tokenizer.inner.eos_token_id}
     engine = Engine(TransformersModel(net, 16))
     (prompt,) = prompts_of(12)
@@ -79,12 +79,69 @@ def test_a_directory_is_loaded(model_dir, wanted):
 
 def test_what_gpukern_quantize_wrote_is_loaded(model_dir, tmp_path, capsys):
     assert main(["quantize", str(model_dir), "--recipe", "w8", "--out", str(tmp_path / "w8")]) == 0
-    net, *_ = loading.load(tmp_path / "w8", torch.device("cpu"), torch.float32)
+    net, *_ = loading.load(tmp_path / "w8", torch.float32)
     assert type(net.model.layers[0].mlp.down_proj).__name__ == "QuantizedLinear"
     engine = Engine(TransformersModel(net, 16))
     request = engine.submit(Request([1, 2, 3], max_tokens=4))
     run(engine)
     assert len(request.answer) == 4
+
+
+def ready(directory, **settings):
+    what = loading.What(str(directory), None, torch.float32, 32, **settings)
+    return loading.ready(what, torch.device("cpu"))
+
+
+def answer_of(model, prompt, n=12):
+    engine = Engine(model)
+    request = engine.submit(Request(prompt, max_tokens=n))
+    run(engine)
+    assert all_free(engine)
+    return request.answer
+
+
+@pytest.mark.parametrize("recipe", ("int8", "w4", "auto"))
+def test_a_recipe_quantises_when_the_server_begins(model_dir, tmp_path, recipe):
+    """The same answers as those of a directory that `gpukern quantize` wrote, from fused layers."""
+    written = {"auto": "int8"}.get(recipe, recipe)
+    assert (
+        main(["quantize", str(model_dir), "--recipe", written, "--out", str(tmp_path / "q")]) == 0
+    )
+    (prompt,) = prompts_of(20)
+    began, read = ready(model_dir, recipe=recipe), ready(tmp_path / "q")
+    assert began.recipe == written and read.recipe is None
+    for made in (began, read):
+        assert len(made.model.fused.layers) == 2
+        assert type(made.model.model.model.layers[0].mlp.down_proj).__name__ == "QuantizedLinear"
+    assert answer_of(began.model, prompt) == answer_of(read.model, prompt)
+    with pytest.raises(
+        ValueError, match=f"--recipe is w8, and the directory's weights are {written}"
+    ):
+        ready(tmp_path / "q", recipe="w8")
+
+
+@pytest.mark.parametrize(("cache", "codes"), (("e4m3", "float8_e4m3fn"), ("int8", "int8")))
+def test_a_cache_of_8_bits_has_scales_of_the_models_own(model_dir, wanted, cache, codes):
+    """A key's error is that of its code: half a step of int8, half a digit of e4m3."""
+    model, whole = ready(model_dir, cache=cache).model, ready(model_dir).model
+    assert model.cache.k.dtype is getattr(torch, codes)
+    assert model.cache.k_scale.shape == model.cache.v_scale.shape == (2, 2)
+    (prompt,) = prompts_of(30, seed=5)
+    for each in (model, whole):
+        handle = each.cache.allocate()
+        each.begin([handle], [30])
+        logits = each.forward(prompt, list(range(30)), [29], [0], [[]])
+        slots = each.step.slots
+        each.found = [x[1].flatten(0, 1).float()[slots] for x in (each.cache.k, each.cache.v)]
+        each.logits = logits
+        each.cache.free(handle)
+    for x, scale, want in zip(
+        model.found, (model.cache.k_scale, model.cache.v_scale), whole.found, strict=True
+    ):
+        off = (x * scale[1][:, None] - want).abs() / want.std()
+        assert off.max() < 0.5 and off.mean() < 0.03
+    assert ((model.logits - whole.logits).square().mean() / whole.logits.var()).sqrt() < 0.1
+    assert answer_of(model, prompt)[0] == wanted(prompt, 1)[0]
 
 
 def test_the_example_serves_the_demos_model(monkeypatch, tmp_path):

@@ -6,16 +6,17 @@ from __future__ import annotations
 import argparse
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from ..cli.terminal import device_of, whole
 from . import loading
+from .eight_bit import CACHES
 from .engine import Engine
 from .extras import HTTP, MODELS, need
-from .probe import served
 from .random_models import SIZES
+from .ranks import Others, follow, threads_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -46,6 +47,24 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     )
     p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index>")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
+    p.add_argument(
+        "--recipe",
+        choices=("auto", *loading.RECIPES),
+        help="quantise the weights when the server begins, as gpukern quantize does; auto: by "
+        "--batch and the device",
+    )
+    p.add_argument(
+        "--kv-cache",
+        choices=tuple(CACHES),
+        help="keys and values in 8 bits; their scales come from answers to a few texts",
+    )
+    p.add_argument(
+        "--tensor-parallel",
+        type=whole(1, 64),
+        default=1,
+        metavar="N",
+        help="processes that share the model: N GPUs from the first on, or N of a CPU",
+    )
     p.add_argument("--pages", type=whole(2), default=4096, help="pages of 16 tokens in the cache")
     p.add_argument("--batch", type=whole(1), default=64, help="requests that run at once")
     p.add_argument(
@@ -83,31 +102,91 @@ def run(args: argparse.Namespace) -> int:
             f"--batch is {args.batch}; expected at most --step-tokens, {args.step_tokens}: each "
             f"request that runs has a token of a step"
         )
-    device = device_of(args.device)
+    device = first_device(args.device, args.tensor_parallel)
     with bind(args.host, args.port) as own:  # before the model is loaded: it may be taken
         return serve(args, own, device)
 
 
+def first_device(name: str, ranks: int) -> torch.device:
+    """That of rank 0.
+
+    Raises:
+        ValueError: the machine does not have it, or not so many.
+    """
+    device = device_of(name)
+    if ranks == 1 or device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ValueError(f"--device is {name}; expected cuda beside --tensor-parallel {ranks}")
+    if ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"--tensor-parallel is {ranks}; there are {torch.cuda.device_count()} CUDA devices"
+        )
+    return torch.device("cuda", 0)
+
+
+def part_of(rank: int, pipe: Any, what: loading.What, kind: str) -> None:
+    """The work of a rank other than 0."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    at_work(device, what.ranks)
+    (transformers,) = need(MODELS)
+    transformers.utils.logging.disable_progress_bar()  # rank 0 shows one
+    follow(loading.ready(what, device, rank).model, pipe)
+
+
+def at_work(device: torch.device, ranks: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        threads_of(ranks)
+
+
 def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) -> int:
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    what = loading.What(
+        args.model,
+        args.random,
+        getattr(torch, dtype),
+        args.pages,
+        args.recipe,
+        args.kv_cache,
+        args.batch,
+        args.tensor_parallel,
+    )
+    if what.ranks == 1:
+        return over_http(args, own, loading.ready(what, device), None)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    at_work(device, what.ranks)
+    others = Others(what.ranks, part_of, backend, what, device.type)
+    try:
+        ready = loading.ready(what, device)
+        ready.model.lead(others)
+        return over_http(args, own, ready, others)
+    finally:
+        others.close()
+
+
+def over_http(
+    args: argparse.Namespace, own: socket.socket, ready: loading.Ready, others: Others | None
+) -> int:
     from .app import application
     from .server import Server, address_of
 
-    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    if args.random:
-        net, tokenizer, stop_ids = loading.random(args.random, device, getattr(torch, dtype))
-    else:
-        net, tokenizer, stop_ids = loading.load(args.model, device, getattr(torch, dtype))
     engine = Engine(
-        served(net, args.pages),
+        ready.model,
         max_batch=args.batch,
         max_step_tokens=args.step_tokens,
         max_drafts=args.drafts,
     )
     name = args.name or args.random or Path(args.model).resolve().name
-    says = f"gpukern serve: {address_of(own)}/v1 has {name}: {about(net, engine)}"
-    app = application(engine, tokenizer, name, stop_ids)
-    Server(app, engine, drain_seconds=args.drain_seconds, says=says).run(sockets=[own])
-    return 0
+    says = f"gpukern serve: {address_of(own)}/v1 has {name}: {about(ready, engine)}"
+    app = application(engine, ready.tokenizer, name, ready.stop_ids)
+    at_end = None if others is None else others.close
+    server = Server(app, engine, drain_seconds=args.drain_seconds, says=says, at_end=at_end)
+    if others is not None:
+        others.on_loss = server.lose
+    server.run(sockets=[own])
+    return 0 if others is None or others.lost is None else 1
 
 
 def size(count: int) -> str:
@@ -116,13 +195,15 @@ def size(count: int) -> str:
     return f"{count / 2**power:.3g} {unit}"
 
 
-def about(net: nn.Module, engine: Engine) -> str:
+def about(ready: loading.Ready, engine: Engine) -> str:
     """Memory and pages, in a line."""
-    cache = engine.cache
+    cache, net, ranks = engine.cache, ready.model.model, ready.model.ranks
     weights = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     pages = cache.k.numel() * cache.k.element_size() + cache.v.numel() * cache.v.element_size()
+    where = f"on {cache.k.device}" if ranks == 1 else f"on each of {ranks} ranks"
+    few = "" if ready.recipe is None else f" ({ready.recipe})"
     return (
-        f"{size(weights)} of weights on {cache.k.device}, "
+        f"{size(weights)} of weights{few} {where}, "
         f"{size(pages)} of cache: {cache.num_blocks} pages of {cache.block_size} tokens, "
         f"{cache.k.dtype}".replace("torch.", "")
     )

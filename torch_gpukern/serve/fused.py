@@ -22,7 +22,7 @@ replaces a layer only if the fused queries, keys, values and result agree with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from ..nn.layers import has_hooks
 from ..nn.rows import normalised_rms
 from ..nn.similar import SimilarMLP, SimilarRMSNorm
 from ..ops import geglu, quantize, rms_norm_quantize, silu_mul_quantize, swiglu
+from .shards import Summed
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -94,6 +95,15 @@ def times(product: Joined, x: Any, dtype: torch.dtype) -> Tensor:
     return product.of_codes(*x, dtype) if isinstance(x, tuple) else product(x)
 
 
+def inner_of(layer: Any) -> Any:
+    """The product of a layer whose results are added over the ranks, or the layer itself."""
+    return layer.inner if type(layer) is Summed and not has_hooks(layer) else layer
+
+
+def total_of(layer: Any) -> Callable[[Tensor], Tensor]:
+    return layer.total if type(layer) is Summed else lambda x: x
+
+
 class Between:
     """State that the layers of one run share: the angles of the rotation, and the norm that the
     previous layer has computed for the next."""
@@ -129,6 +139,7 @@ class FusedLayer:
         )
         self.index, self.rules, self.head_dim = index, rules, attention.head_dim
         self.activation = layer.mlp._gpukern_rule[0]
+        self.o_total, self.down_total = map(total_of, (attention.o_proj, layer.mlp.down_proj))
         self.heads: dict[str, Any] = {}
         for name in ("q", "k"):
             module = attention._modules.get(f"{name}_norm")
@@ -159,9 +170,9 @@ class FusedLayer:
         if served_by.heard is not None:
             served_by.heard(self.index, q, self.rules)
         out = step.attend(cache, self.index, q, **self.rules).flatten(-2)
-        out = self.o(out)
+        out = self.o_total(self.o(out))
         x, rows = self.second(out, rows, self.gate_up)
-        out = self.down_of(times(self.gate_up, x, dtype))
+        out = self.down_total(self.down_of(times(self.gate_up, x, dtype)))
         if self.next is None:
             return (out + rows).view(hidden.shape)
         norm, product = self.next
@@ -312,9 +323,9 @@ def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | 
         return None
     products = (
         joined([attention._modules[name] for name in PROJECTIONS]),
-        joined([attention.o_proj]),
+        joined([inner_of(attention.o_proj)]),
         joined([mlp.gate_proj, mlp.up_proj]),
-        joined([mlp.down_proj]),
+        joined([inner_of(mlp.down_proj)]),
     )
     if any(product is None for product in products):
         return None

@@ -10,12 +10,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..nn import load_quantized, patch
+from ..nn import load_quantized, patch, quantize
+from ..nn.quant.quantized import QuantizedLinear
+from ..nn.quant.recommended import recommended
+from ..nn.quant.schemes import IMPORTED, SCHEMES
+from .eight_bit import CACHES, TEXTS, scales_of
 from .extras import MODELS, need
+from .models import TransformersModel
+from .probe import served
 from .random_models import random_llama
+from .shards import shard
 from .tokenizer import Bytes, Tokenizer
 
 CONFIG = "config.json"
+
+
+RECIPES = tuple(r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static)
+HEAD = ("lm_head", "lm_head.*")  # stays as it is; a rank's part of it, too
+
+
+class What(NamedTuple):
+    """What is served, as the command's flags say."""
+
+    directory: str | None
+    random: str | None  # a shape of random_models.py
+    dtype: torch.dtype
+    pages: int
+    recipe: str | None = None  # of RECIPES, or auto
+    cache: str | None = None  # of CACHES
+    batch: int = 1
+    ranks: int = 1
+
+
+class Ready(NamedTuple):
+    """What an engine needs."""
+
+    model: TransformersModel
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    recipe: str | None
 
 
 class Loaded(NamedTuple):
@@ -24,9 +57,51 @@ class Loaded(NamedTuple):
     stop_ids: frozenset[int]
 
 
-def load(directory: str | Path, device: torch.device, dtype: torch.dtype) -> Loaded:
-    """A causal language model of transformers, or one that `gpukern quantize` wrote. Norms and MLPs
-    are patched.
+def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
+    """The model over pages, on one of its ranks.
+
+    Raises:
+        ValueError: the model, or a setting that it does not take, by name.
+    """
+    if what.random is not None:
+        net, tokenizer, stop_ids = random(what.random, device, what.dtype)
+    else:
+        assert what.directory is not None
+        net, tokenizer, stop_ids = load(what.directory, what.dtype)
+    shard(net, rank, what.ranks)
+    net.to(device)
+    recipe = what.recipe
+    if recipe == "auto":
+        recipe = recommended(what.batch, device).recipe
+    if recipe is not None:
+        quantised(net, recipe)
+    dtype, scales = None, None
+    if what.cache is not None:
+        dtype = CACHES[what.cache]
+        scales = scales_of(net, dtype, prompts_of(tokenizer, net), ranks=what.ranks)
+    model = served(net, what.pages, dtype=dtype, scales=scales, ranks=what.ranks)
+    return Ready(model, tokenizer, stop_ids, recipe)
+
+
+def quantised(net: nn.Module, recipe: str) -> None:
+    before = next((m.scheme for m in net.modules() if isinstance(m, QuantizedLinear)), None)
+    if before is not None:
+        raise ValueError(
+            f"--recipe is {recipe}, and the directory's weights are {before} already; leave "
+            f"--recipe out, or serve the directory that they were made from"
+        )
+    quantize(net, recipe, skip=HEAD, say=None)
+
+
+def prompts_of(tokenizer: Any, net: Any) -> list[list[int]]:
+    """TEXTS as tokens of the model."""
+    vocab = net.config.get_text_config().vocab_size
+    return [[t % vocab for t in tokenizer.encode(text)] for text in TEXTS]
+
+
+def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
+    """A causal language model of transformers, or one that `gpukern quantize` wrote, on the CPU.
+    Norms and MLPs are patched.
 
     Raises:
         ValueError: no directory, no config.json, no tokenizer, a model of another kind.
@@ -46,8 +121,7 @@ def load(directory: str | Path, device: torch.device, dtype: torch.dtype) -> Loa
         raise ValueError(
             f"{directory} has no tokenizer that transformers can load: {first_line(error)}"
         ) from None
-    net = network(transformers, directory, dtype).to(device).eval()
-    patch(net, say=None)
+    net = network(transformers, directory, dtype)
     return Loaded(net, Tokenizer(tokenizer), end_tokens(net, tokenizer))
 
 
@@ -60,12 +134,16 @@ def random(size: str, device: torch.device, dtype: torch.dtype) -> Loaded:
 
 
 def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
+    """Patched, which comes before quantising: `patch` looks at plain weights."""
     about = json.loads((directory / CONFIG).read_text()).get("quantization_config") or {}
     if "gpukern" not in about:
-        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        net = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        patch(net, say=None)
+        return net
     config = transformers.AutoConfig.from_pretrained(directory)
     del config.quantization_config
-    net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    patch(net, say=None)
     load_quantized(net, directory)
     return net
 

@@ -5,20 +5,23 @@
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
 
 On CUDA a step in which every request has one token is a captured graph, one for each power of two
-of requests.
+of requests. If several ranks serve a model (shards.py), rank 0 sends each step to the others
+(ranks.py).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..ops import paged_attn
 from ..paged.kv_cache import PagedKVCache
 from .fused import Fused, fuse
-from .transfer import on_device
+from .ranks import Capture, CopyingCache, Others, Run
+from .transfer import moved, on_device
 
 ATTENTION = "gpukern_paged"
 LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
@@ -98,27 +101,50 @@ class Model:
         self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
         self.width = -(-max_length // cache.block_size)
+        self.others: Others | None = None  # the ranks that this one sends its steps to
+
+    def lead(self, others: Others) -> None:
+        """From now on the other ranks run each step of this one."""
+        self.cache.take_copies()
+        self.others = others
 
     def begin(self, handles: list[int], counts: list[int]) -> None:
-        if max(counts) == 1 and len(handles) <= self.captured_batch:
+        cache, longest = self.cache, max(counts)
+        lengths = [cache.length(h) + n for h, n in zip(handles, counts, strict=True)]
+        columns = -(-max(lengths) // cache.block_size)
+        if longest == 1 and len(handles) <= self.captured_batch:
             size = 1 << (len(handles) - 1).bit_length()
             if size not in self.graphs:
+                if self.others is not None:
+                    self.others.tell(Capture(size))
                 self.graphs[size] = self.capture(size)
-            graph = self.graphs[size]
+            self.graph = graph = self.graphs[size]
             graph.inputs.wait()
             host = graph.inputs.host
-            self.cache.fill_(handles, host["table"], host["lens"], host["slots"])
-            self.step, self.graph = graph.step, graph
+            cache.fill_(handles, host["table"], host["lens"], host["slots"])
+            self.step = graph.step
+            if self.others is not None:
+                n = len(handles)
+                arrays = {name: host[name].numpy()[:n].copy() for name in ("lens", "slots")}
+                arrays["table"] = host["table"].numpy()[:n, :columns].copy()
+                self.sent = Run(size, cache.take_copies(), arrays, 1, [])
             return
-        cache = self.cache
-        slots = cache.extend(handles, counts)
-        starts = None
-        if max(counts) > 1:
-            starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
+        table = torch.full((len(handles), columns), -1, dtype=torch.int32)
+        lens = torch.empty(len(handles), dtype=torch.int32)
+        slots = torch.empty(sum(counts), dtype=torch.int64)
+        cache.fill_(handles, table, lens, slots, counts)
+        arrays = {"table": table.numpy(), "lens": lens.numpy(), "slots": slots.numpy()}
+        if longest > 1:
+            arrays["starts"] = np.cumsum([0, *counts], dtype=np.int32)
+        self.eager(arrays, longest)
+        if self.others is not None:
+            self.sent = Run(0, cache.take_copies(), arrays, longest, [])
+
+    def eager(self, arrays: dict[str, np.ndarray], longest: int) -> None:
+        """Begins a step that is not captured."""
+        here = {name: moved(torch.from_numpy(x), self.device) for name, x in arrays.items()}
         self.graph = None
-        self.step = Step(
-            slots, cache.block_table(handles), cache.seq_lens(handles), starts, max(counts)
-        )
+        self.step = Step(here["slots"], here["table"], here["lens"], here.get("starts"), longest)
 
     @torch.inference_mode()
     def forward(
@@ -127,21 +153,53 @@ class Model:
         """starts[i] is where request i's tokens begin, before[i] its two tokens before these, where
         it has them."""
         tokens = self.tokens_of(ids, starts, before)
+        if self.others is None:
+            return self.step_of(tokens, positions, rows)
+        more = {"tokens": np.array(tokens), "positions": np.array(positions)}
+        self.others.tell(self.sent._replace(arrays=self.sent.arrays | more, rows=rows))
+        try:
+            return self.step_of(tokens, positions, rows)
+        except BaseException as error:
+            self.others.failed(error)
+            raise
+
+    @torch.inference_mode()
+    def follow(self, run: Run) -> None:
+        """The step of rank 0 on another rank."""
+        arrays = run.arrays
+        tokens, positions = arrays.pop("tokens"), arrays.pop("positions")
+        if run.size:
+            self.graph = self.graphs[run.size]
+            inputs = self.graph.inputs
+            inputs.wait()
+            host, n = inputs.host, len(arrays["lens"])
+            for name in ("lens", "slots"):
+                host[name].numpy()[:n] = arrays[name]
+            host["lens"][n:] = 0
+            host["slots"][n:] = -1
+            host["table"].numpy()[:n, : arrays["table"].shape[1]] = arrays["table"]
+        else:
+            self.eager(arrays, run.longest)
+        self.step_of(tokens, positions, run.rows)
+
+    def step_of(self, tokens: Any, positions: Any, rows: list[int]) -> Tensor:
+        """The logits of the step that began."""
         self.best = None
         if self.graph is None:
             return self.run(*(self.ints(x) for x in (tokens, positions, rows)))
         inputs, logits, best = self.graph.inputs, self.graph.logits, self.graph.best
-        inputs.host["tokens"].numpy()[: len(ids)] = tokens
-        inputs.host["positions"].numpy()[: len(ids)] = positions
+        n = len(positions)
+        inputs.host["tokens"].numpy()[:n] = tokens
+        inputs.host["positions"].numpy()[:n] = positions
         inputs.send()
         self.graph.graph.replay()
-        if len(rows) == len(ids):
-            self.best = best[: len(ids)]
-            return logits[: len(ids)]
+        if len(rows) == n:
+            self.best = best[:n]
+            return logits[:n]
         # Where a step has room for one token of a prompt, that row's logits are not asked for.
         return logits[self.ints(rows)]
 
-    def ints(self, numbers: list) -> Tensor:
+    def ints(self, numbers: Any) -> Tensor:
         return on_device(numbers, torch.int64, self.device)
 
     def capture(self, size: int) -> Captured:
@@ -189,8 +247,8 @@ class TransformersModel(Model):
     their layer_idx.
 
     Sliding windows and softcap are served. All layers share one cache, so that no page is released.
-    dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits, which the
-    CPU has.
+    dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits. `ranks` is
+    by how many the model's heads were divided (shards.py).
 
     Layers in Llama's form whose norms and MLP are patched run fused (fused.py). Their weights are
     joined when the TransformersModel is made: quantise, load and patch before.
@@ -205,6 +263,7 @@ class TransformersModel(Model):
         dtype: torch.dtype | None = None,
         scales: dict[str, Any] | None = None,
         captured_batch: int = 64,
+        ranks: int = 1,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -216,10 +275,11 @@ class TransformersModel(Model):
             if kind not in LAYERS:
                 raise ValueError(f"a layer is {kind}; expected {' or '.join(LAYERS)}")
         weight = next(model.parameters())
-        cache = PagedKVCache(
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        cache = (PagedKVCache if ranks == 1 else CopyingCache)(
             num_blocks,
             block_size,
-            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            heads // ranks,
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             layers=config.num_hidden_layers,
             dtype=dtype or weight.dtype,
@@ -227,7 +287,7 @@ class TransformersModel(Model):
             **(scales or {}),
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
-        self.model = model.eval()
+        self.model, self.ranks = model.eval(), ranks
         self.heard: Any = None  # is told of each call of attention, while layers are tried
         self.fused = Fused()
         self.fused = fuse(self)

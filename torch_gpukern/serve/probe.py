@@ -13,21 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import most_off
+from ..paged.scales import CODES
+from .fused import ROUNDED, most_off
 from .models import ATTENTION, TransformersModel
 
 LENGTHS = (9, 6)  # of the prompts; the last token of each is decoded
 
 
-def served(net: Any, pages: int) -> TransformersModel:
-    """The network over pages.
+def served(
+    net: Any,
+    pages: int,
+    *,
+    dtype: torch.dtype | None = None,
+    scales: dict[str, Tensor] | None = None,
+    ranks: int = 1,
+) -> TransformersModel:
+    """The network over pages. dtype, scales and ranks are those of TransformersModel.
 
     Raises:
         ValueError: it does not run there, or its logits are others.
     """
     name = type(net).__name__
     try:
-        model = TransformersModel(net, pages)
+        model = TransformersModel(net, pages, dtype=dtype, scales=scales, ranks=ranks)
         found, want = over_pages(model), alone(net, model.vocab)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -37,7 +45,7 @@ def served(net: Any, pages: int) -> TransformersModel:
             f"{name} is not served: over pages it raises {type(error).__name__}: {first}"
         ) from error
     off = ((found - want).abs().max() / want.std()).item()
-    most = most_off(net)
+    most = ROUNDED if model.cache.k.dtype in CODES else most_off(net)
     if not off <= most:
         raise ValueError(
             f"{name} is not served: its logits over pages are off by {off:.2g} of their standard "

@@ -9,8 +9,12 @@ answers are 503. Connections of clients that do not read their answers are cut.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
+import threading
 import time
+from collections.abc import Callable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,6 +22,7 @@ from starlette.applications import Starlette
 from .engine import Engine
 
 FLUSH_SECONDS = 2.0  # for last words to clients
+LOST_SECONDS = 1.0  # for the step that fails when a rank has ended
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -49,10 +54,18 @@ class Server(uvicorn.Server):
         engine: which the application starts.
         drain_seconds: for requests that run when a signal comes.
         says: printed when clients can connect.
+        at_end: is called when the engine has ended. uvicorn raises the signal that ended the server
+            once more, so that nothing behind `run` may run.
     """
 
     def __init__(
-        self, app: Starlette, engine: Engine, *, drain_seconds: float = 5.0, says: str = ""
+        self,
+        app: Starlette,
+        engine: Engine,
+        *,
+        drain_seconds: float = 5.0,
+        says: str = "",
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -63,6 +76,7 @@ class Server(uvicorn.Server):
             )
         )
         self.engine, self.drain_seconds, self.says = engine, drain_seconds, says
+        self.at_end = at_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -78,6 +92,18 @@ class Server(uvicorn.Server):
             if (transport := getattr(connection, "transport", None)) is not None:
                 transport.abort()
         await super().shutdown(sockets)
+        if self.at_end is not None:
+            await asyncio.to_thread(self.at_end)
+
+    def lose(self, text: str) -> None:
+        """Another rank has ended: no step can run any more. Called in a thread of its own. A step
+        that waits for that rank forever must not keep the process."""
+        print(f"gpukern serve: {text}; the server ends", file=sys.stderr, flush=True)
+        self.drain_seconds = min(self.drain_seconds, LOST_SECONDS)
+        self.should_exit = True
+        backstop = threading.Timer(LOST_SECONDS + FLUSH_SECONDS + 3, os._exit, (1,))
+        backstop.daemon = True
+        backstop.start()
 
     async def until(self, done, seconds: float) -> None:
         """Waits until it is done, but not longer. A second interrupt ends the wait."""

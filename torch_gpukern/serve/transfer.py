@@ -10,8 +10,11 @@ from torch import Tensor
 
 
 def on_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return moved(torch.tensor(values, dtype=dtype), device)
+
+
+def moved(numbers: Tensor, device: torch.device) -> Tensor:
     """The copy does not wait for the device: it starts from pinned memory."""
-    numbers = torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True)
     return numbers.to(device)
