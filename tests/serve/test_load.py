@@ -15,6 +15,12 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 pytest_plugins = ("serve_fixtures",)
 
 
+def approximately(tokens, seconds):
+    """A rate as the table has it: of seconds with three decimals, rounded to one."""
+    rate = tokens / seconds
+    return pytest.approx(rate, abs=0.051 + rate * 0.00051 / seconds)
+
+
 def test_the_command_prints_a_level_a_line(tmp_path, capfd):
     path = tmp_path / "load.csv"
     flags = ["--at-once", "2", "5", "--tokens", "6", "--prompt", "20", "--csv", str(path)]
@@ -24,11 +30,22 @@ def test_the_command_prints_a_level_a_line(tmp_path, capfd):
     heads, *rows = csv.reader(path.open())
     assert tuple(heads) == load.HEADS and [row[:2] for row in rows] == [["2", "2"], ["5", "5"]]
     for row in rows:
-        seconds, rate, first, last, between, most = map(float, row[2:])
-        # seconds has three decimals, rate has one
-        assert rate == pytest.approx(int(row[0]) * 6 / seconds, rel=0.0006 / seconds, abs=0.06)
+        seconds, rate, first, last, between, most = map(float, row[2:8])
+        assert rate == approximately(int(row[0]) * 6, seconds)
         assert 0 < first <= last and between <= most
         assert row[3] in shown
+
+
+def test_transformers_beside_it(tmp_path, capfd):
+    """The same requests by generate_batch: as many tokens, and times that are possible."""
+    path = tmp_path / "load.csv"
+    flags = ["--at-once", "3", "--tokens", "5", "--prompt", "20", "--csv", str(path), "--peer"]
+    assert main(["bench", "serve", *flags]) == 0
+    _, ours, peer = csv.reader(path.open())
+    assert [ours[-1], peer[-1]] == [load.OURS, load.PEER] and ours[:2] == peer[:2] == ["3", "3"]
+    seconds, rate, first, last, between, most = map(float, peer[2:8])
+    assert rate == approximately(15, seconds)
+    assert 0 < first <= last <= 1e3 * seconds and 0 < between <= most
 
 
 def test_a_level_has_an_end(served):

@@ -26,7 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..cli.terminal import progress, table, whole
+from .eight_bit import CACHES
+from .loading import RECIPES
 from .metrics import percentile
+from .peer import Peer, Which
 from .random_models import SIZES
 
 LEVELS = (32, 128, 512)
@@ -39,7 +42,10 @@ HEADS = (
     "p99 ms",
     "between tokens p50 ms",
     "p99 ms",
+    "by",
 )
+OURS, PEER = "gpukern serve", "generate_batch"
+HANDED = "batch", "pages", "step_tokens", "drafts", "recipe", "kv_cache", "tensor_parallel"
 PLAIN = (3, 250)  # token ids of prompts: every tokenizer has them
 
 
@@ -55,14 +61,14 @@ class Times:
     failed: collections.Counter = field(default_factory=collections.Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def row(self, level: int) -> tuple[str, ...]:
+    def row(self, level: int, by: str = OURS) -> tuple[str, ...]:
         ms = [
             f"{1e3 * percentile(values, q, math.nan):.1f}"
             for values in (self.first, self.between)
             for q in (50, 99)
         ]
-        rate = f"{self.tokens / self.seconds:.1f}"
-        return (str(level), str(self.answers), f"{self.seconds:.3f}", rate, *ms)
+        rate = f"{self.tokens / self.seconds:.1f}" if self.seconds else "nan"
+        return (str(level), str(self.answers), f"{self.seconds:.3f}", rate, *ms, by)
 
 
 def ask(address: tuple[str, int], body: dict, end: float, times: Times) -> None:
@@ -181,11 +187,40 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=whole(1), default=64, help="tokens of an answer")
     p.add_argument("--limit", type=whole(1), default=300, help="seconds of a level, at most")
     p.add_argument("--csv", type=Path, metavar="FILE", help="where the table is written, too")
+    p.add_argument(
+        "--peer",
+        action="store_true",
+        help="the same requests by transformers' generate_batch, in a process without HTTP",
+    )
     p.add_argument("--batch", type=whole(1), help="as of gpukern serve")
     p.add_argument("--pages", type=whole(1), help="as of gpukern serve")
     p.add_argument("--step-tokens", type=whole(1), help="as of gpukern serve")
     p.add_argument("--drafts", type=whole(0), help="as of gpukern serve")
+    p.add_argument("--recipe", choices=("auto", *RECIPES), help="as of gpukern serve")
+    p.add_argument("--kv-cache", choices=tuple(CACHES), help="as of gpukern serve")
+    p.add_argument("--tensor-parallel", type=whole(1, 64), help="as of gpukern serve")
     return p
+
+
+def beside(which: Which, args: argparse.Namespace) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows of the peer, and what failed."""
+    peer, rows, failures = Peer(which), [], []
+    try:
+        peer.times(bodies_of(min(args.at_once), args.prompt, 4, 0), args.limit)
+        for i, level in enumerate(args.at_once):
+            found = peer.times(bodies_of(level, args.prompt, args.tokens, 1 + i), args.limit)
+            if isinstance(found, str):
+                failures.append(f"{level} at once, {PEER}: {found}")
+            else:
+                first, between, tokens, answers, took = found
+                rows.append(Times(first, between, tokens, answers, took).row(level, PEER))
+    finally:
+        peer.close()
+    return rows, failures
+
+
+def dtype_of(device: str | None) -> str:
+    return "float32" if (device or "cpu") == "cpu" else "bfloat16"
 
 
 def main(argv: Sequence[str], device: str | None = None, dtype: str | None = None) -> int:
@@ -194,9 +229,7 @@ def main(argv: Sequence[str], device: str | None = None, dtype: str | None = Non
     if args.model and args.random:
         raise ValueError("bench serve takes MODEL_DIR or --random, not both")
     flags = [args.model] if args.model else ["--random", args.random or "tiny"]
-    handed = {"device": device, "dtype": dtype} | {
-        name: getattr(args, name) for name in ("batch", "pages", "step_tokens", "drafts")
-    }
+    handed = {"device": device, "dtype": dtype} | {name: getattr(args, name) for name in HANDED}
     for name, value in handed.items():
         if value is not None:
             flags += [f"--{name.replace('_', '-')}", str(value)]
@@ -210,6 +243,12 @@ def main(argv: Sequence[str], device: str | None = None, dtype: str | None = Non
             times = at_once(address, bodies, args.limit)
             rows.append(times.row(level))
             failures += [f"{level} at once: {n} failed: {x}" for x, n in times.failed.items()]
+    if args.peer:
+        which = Which(args.model, args.random, device or "cpu", dtype or dtype_of(device))
+        more, said = beside(which, args)
+        rows += more
+        failures += said
+        rows.sort(key=lambda row: int(row[0]))
     print(f"prompts of {args.prompt} tokens on average, answers of {args.tokens}")
     print(table([HEADS, *rows]))
     for failure in failures:
