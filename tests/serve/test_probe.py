@@ -124,3 +124,11 @@ def test_the_command_refuses_such_a_directory(model_dir, tmp_path, capsys):
     network("BloomConfig", kind, **settings).save_pretrained(tmp_path)
     assert main(["serve", str(tmp_path), "--port", "0"]) == 1
     assert "serve: BloomForCausalLM is not served: its logits" in capsys.readouterr().err
+
+
+def test_scales_that_lose_the_keys_are_refused():
+    """Keys that are 100 times as large as the largest code saturate."""
+    net = network("LlamaConfig", "LlamaForCausalLM")
+    scales = {"k_scale": torch.tensor(1e-5), "v_scale": torch.tensor(1e-5)}
+    with pytest.raises(ValueError, match="with a cache of torch.int8: .* leave --kv-cache out"):
+        served(net, 16, dtype=torch.int8, scales=scales)

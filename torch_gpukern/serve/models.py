@@ -110,8 +110,6 @@ class Model:
 
     def begin(self, handles: list[int], counts: list[int]) -> None:
         cache, longest = self.cache, max(counts)
-        lengths = [cache.length(h) + n for h, n in zip(handles, counts, strict=True)]
-        columns = -(-max(lengths) // cache.block_size)
         if longest == 1 and len(handles) <= self.captured_batch:
             size = 1 << (len(handles) - 1).bit_length()
             if size not in self.graphs:
@@ -126,9 +124,12 @@ class Model:
             if self.others is not None:
                 n = len(handles)
                 arrays = {name: host[name].numpy()[:n].copy() for name in ("lens", "slots")}
+                columns = -(-int(arrays["lens"].max()) // cache.block_size)
                 arrays["table"] = host["table"].numpy()[:n, :columns].copy()
                 self.sent = Run(size, cache.take_copies(), arrays, 1, [])
             return
+        lengths = [cache.length(h) + n for h, n in zip(handles, counts, strict=True)]
+        columns = -(-max(lengths) // cache.block_size)
         table = torch.full((len(handles), columns), -1, dtype=torch.int32)
         lens = torch.empty(len(handles), dtype=torch.int32)
         slots = torch.empty(sum(counts), dtype=torch.int64)

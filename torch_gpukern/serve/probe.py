@@ -45,12 +45,19 @@ def served(
             f"{name} is not served: over pages it raises {type(error).__name__}: {first}"
         ) from error
     off = ((found - want).abs().max() / want.std()).item()
-    most = ROUNDED if model.cache.k.dtype in CODES else most_off(net)
+    codes = model.cache.k.dtype if model.cache.k.dtype in CODES else None
+    most = most_off(net) if codes is None else ROUNDED
     if not off <= most:
+        why = (
+            "Its attention is not transformers' attention function, or it keeps more than keys and "
+            "values"
+            if codes is None
+            else "Its keys or values need more than these 8 bits; leave --kv-cache out"
+        )
         raise ValueError(
-            f"{name} is not served: its logits over pages are off by {off:.2g} of their standard "
-            f"deviation; expected at most {most:g}. Its attention is not transformers' attention "
-            f"function, or it keeps more than keys and values"
+            f"{name} is not served{'' if codes is None else f' with a cache of {codes}'}: its logits "
+            f"over pages are off by {off:.2g} of their standard deviation; expected at most "
+            f"{most:g}. {why}"
         )
     return model
 

@@ -80,7 +80,8 @@ class Others:
     def __init__(self, ranks: int, work: Callable, backend: str, *args: Any) -> None:
         self.lost: str | None = None
         self.on_loss: Callable[[str], None] = self._before
-        self.closed = threading.Event()
+        self.closed, self.noticed = threading.Event(), threading.Event()
+        self.lock = threading.Lock()
         context = get_context("spawn")
         self.folder = tempfile.TemporaryDirectory(prefix="gpukern-ranks-")
         self.store = f"file://{self.folder.name}/store"
@@ -111,17 +112,22 @@ class Others:
             raise Lost(f"a rank has ended: {error}") from None
 
     def failed(self, error: BaseException) -> None:
-        """A step failed on rank 0, so that the others may wait for it in a collective."""
-        self.lose(f"a step failed on rank 0, {type(error).__name__}: {error}")
+        """A step failed on rank 0, so that the others may wait for it in a collective. Mostly one of
+        them has ended, which `_watch` notices."""
+        if not self.noticed.wait(1.0):
+            self.lose(f"a step failed on rank 0, {type(error).__name__}: {error}")
 
     def lose(self, text: str) -> None:
         """No step can run any more, so the other ranks end, too. One of them may wait for a
         collective for ever."""
-        if not self.closed.is_set() and self.lost is None:
+        with self.lock:
+            if self.closed.is_set() or self.lost is not None:
+                return
             self.lost = text
-            self.on_loss(text)
-            for process in self.processes:
-                process.kill()
+        self.noticed.set()
+        self.on_loss(text)
+        for process in self.processes:
+            process.kill()
 
     def _before(self, text: str) -> None:
         """A rank has ended before the server runs. What stops one rank mostly stops rank 0, too,
@@ -154,10 +160,8 @@ class Others:
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True), 1):
             if pipe in found or process.sentinel in found:
                 try:
-                    text = pipe.recv() if pipe.poll() else None
+                    text = pipe.recv()
                 except (EOFError, OSError):
-                    text = None
-                if text is None:
                     process.join(2)
                     text = f"rank {rank} has ended, exit code {process.exitcode}"
                 self.lose(text)
