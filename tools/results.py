@@ -50,7 +50,8 @@ INTRO = """\
 A ratio is the time of the fastest peer over ours, of the medians: above 1 gpukern is faster. The fastest peer is
 chosen for each case from all that were timed in the same process, on the same data, in rounds of random order.
 "+-" is half the interquartile range of the ratios of single rounds, in percent of the ratio. GPU calls are
-replayed from CUDA graphs unless the case is a whole step.
+replayed from CUDA graphs unless the case is a whole step. A case is bound by the host if ours or the fastest peer
+waited for the CPU to launch its kernels; the first table counts such cases where the run recorded it.
 
 Every case, with each peer's time, the clock, the date and the command, is a line of the CSV file of its device:
 
@@ -422,7 +423,9 @@ def full_page(result: dict) -> str:
     """The page with every case of a device."""
     parts = [
         f"# {result['device']}",
-        "Definitions are those of docs/results.md. Times are medians in microseconds.",
+        "Definitions are those of docs/results.md. Times are medians in microseconds. The roofline has the "
+        "peak of the column `dtype`. Products of 8-bit codes and of 2:4 sparse weights are set against "
+        "bfloat16's peak, so they may exceed 100 %.",
     ]
     for name in _in_order([result]):
         parts += _device_part(result, name)
@@ -450,6 +453,17 @@ def _named(name: str) -> str:
     return f"[{name}]({target})"
 
 
+def _host_bound(result: dict, rows: list[dict]) -> str:
+    """In how many of the cases ours or the fastest peer waited for the host."""
+    if "NVIDIA" not in result["device"]:
+        return ""  # the device is the host
+    counts = Counter(row["host_bound"] for row in rows)
+    if counts["yes"] + counts["no"] == 0:
+        return "not recorded"
+    unknown = f"; {counts['']} not recorded" if counts[""] else ""
+    return f"{counts['yes'] or 'none'}{unknown}"
+
+
 def _overview(results: list[dict]) -> str:
     """The table with a line for each op and device."""
     head = [
@@ -461,6 +475,7 @@ def _overview(results: list[dict]) -> str:
         "ratio, geomean",
         "worst",
         "the worst case",
+        "bound by host",
     ]
     lines = [_line(head), _rule(head)]
     for name in _in_order(results):
@@ -479,9 +494,8 @@ def _overview(results: list[dict]) -> str:
                     f"{geometric_mean(ratios):.2f}x",
                     f"{min(ratios):.2f}x",
                 ]
-                lines.append(
-                    _line([*cells, f"{worst['group']}, {worst['label']}, {worst['dtype']}"])
-                )
+                cells += [f"{worst['group']}, {worst['label']}, {worst['dtype']}"]
+                lines.append(_line([*cells, _host_bound(result, rated)]))
     return "\n".join(lines)
 
 

@@ -16,7 +16,9 @@ The cells `peers` and `beside` hold several calls, separated by "; ", each as
 same rounds but are not peers, such as one GPU beside two. `ratio` is the fastest peer's median time
 over ours. `ratio_spread` is half the interquartile range of the ratios of single rounds, over their
 median. `host_bound` is yes if ours or that peer waited for the host, no if not, and empty if it was
-not recorded. Figures have four significant digits.
+not recorded. `roofline_percent` compares with the measured peak of `dtype`, which is bf16 for products
+of 8-bit codes and of 2:4 sparse weights, so theirs may exceed 100. Figures have four significant
+digits.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -134,7 +135,8 @@ def main(argv: list[str]) -> int:
                 "ladder_sizes: torch finds no CUDA device; --stored draws the stored figures"
             )
         device = torch.cuda.get_device_name()
-        rows = [{"device": device, **row} for row in measure()]
+        when = {"device": device, "date": datetime.date.today().isoformat()}
+        rows = [when | row for row in measure()]
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()

@@ -2,10 +2,12 @@
 """learn/claims.md: each row that names a test here is computed, and the page has the computed
 figures.
 
-Rows about shared memory are in test_layout_docs.py. Gains are read from the pages and results that
-the rows cite.
+Rows about shared memory are in test_layout_docs.py. Measured figures are read from result files, and
+a row must cite every file that its test reads.
 """
 
+import csv
+import functools
 import inspect
 import itertools
 import re
@@ -29,7 +31,18 @@ ROWS = [
     for line in PAGE.splitlines()
     if len(cells := re.split(r" \| ", line.strip("| "))) == 4 and "---" not in line
 ]
-ROWS = [cells for cells in ROWS if cells[0] != "what circulates"]
+ROWS = [cells for cells in ROWS if cells[0] != "what circulates" and cells[1] != "not measured"]
+READ = set()  # the result files that the running test has read
+
+
+@pytest.fixture(autouse=True)
+def cites_what_it_reads(request):
+    """A row cites the result files that its test reads, and no others."""
+    READ.clear()
+    yield
+    for _, _, _, evidence in ROWS:
+        if f"`{request.function.__name__}`" in evidence:
+            assert READ == set(re.findall(r"\]\(([\w./-]+\.csv)\)", evidence)), evidence
 
 
 def says(*figures):
@@ -51,7 +64,39 @@ def test_every_row_has_its_evidence():
             mine or "](https://docs.nvidia.com/" in evidence or "](https://dev" in evidence
         ), claim
         named |= mine
-    assert tests - named == {"test_every_row_has_its_evidence"}
+    assert tests - named == {
+        "test_every_row_has_its_evidence",
+        "test_what_was_measured_cites_a_result",
+        "test_what_is_not_measured_says_so",
+    }
+
+
+def section(title):
+    """The rows of a section, as lists of cells."""
+    text = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[1:]]
+
+
+def test_what_was_measured_cites_a_result():
+    """A measured figure stands in a result file, with its device and date, not on another page."""
+    for title in ("Latencies and on-chip memory", "Gains"):
+        assert len(section(title)) > 5
+        for claim, *_, evidence in section(title):
+            files = re.findall(r"\]\(([\w./-]+\.csv)\)", evidence)
+            assert files and all((ROOT / "learn" / file).exists() for file in files), claim
+            assert ".md" not in evidence, claim
+
+
+def test_what_is_not_measured_says_so():
+    """Each row says whether a committed command would measure it, and that command exists."""
+    rows = section("Not measured here")
+    assert len(rows) >= 5
+    for claim, verdict, missing, command in rows:
+        assert verdict == "not measured" and missing, claim
+        assert command == "none" or re.fullmatch(r"`(python|make) [^`]+`", command), claim
+        for file in re.findall(r"[\w/]+\.(?:py|cu)", command):
+            assert (ROOT / file).exists(), file
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -280,27 +325,40 @@ def test_the_ridge_point():
         NOMINAL[name]["bf16"] * 1e3 / NOMINAL[name]["read"] for name in (H100, "NVIDIA H200")
     )
     assert f"{h100:.0f}" == "295"  # the claim
+    a100 = NOMINAL["NVIDIA A100-SXM4-80GB"]
+    says(
+        f"{a100['bf16'] * 1e3 / a100['read']:.0f}",
+        f"{a100['bf16']:.0f}",
+        f"{a100['read'] / 1e3:.2f}",
+    )
     says(989.4, f"{NOMINAL[H100]['read'] / 1e3:.2f}", f"{h200:.0f}")
 
 
 def ladder(rung):
-    """The cells of a rung's row in learn/ladder.md, from the table with its TFLOP/s."""
-    page = (ROOT / "learn" / "ladder.md").read_text()
-    line = re.search(rf"^\| \[{rung} .*$", page, re.M)[0]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    """The result of one rung at 4096 cubed on the H200."""
+    rows = saved(H200_FILE, "ladder", "4096 cubed")
+    (row,) = [row for row in rows if row["label"].startswith(f"{rung} ")]
+    return row
+
+
+def tflops(rung):
+    """As learn/ladder.md prints it."""
+    return float(f"{ladder(rung)['rate'] / 1e3:.3g}")
 
 
 def counted(counter, rung):
-    """A figure from the first table of counters in learn/ladder.md."""
-    line = re.search(rf"^\| {counter} \|.*$", (ROOT / "learn" / "ladder.md").read_text(), re.M)[0]
-    return float(line.strip("| ").split(" | ")[rung])
+    """The profiler's figure for one call of a rung at 4096 cubed on the H200."""
+    facts = bench_of(H200_FILE, "ladder")["facts"]
+    found = [fact for fact in facts if fact["group"] == "counted, 4096 cubed"]
+    (value,) = [f["value"] for f in found if (f["label"], f["unit"]) == (str(rung), counter)]
+    return value
 
 
 def test_four_issue_slots():
-    _, _, _, tflops, _, clock, _ = ladder(5)
-    clocks = 2 * 4096**3 / (float(tflops) * 1e12) * float(clock.split()[0]) * 1e6 * 132
-    a_clock = counted("instructions of warps, M", 5) * 1e6 / clocks
-    used = counted("issue slots used, %", 5)
+    row = ladder(5)
+    clocks = row["us"] * row["clock_mhz"] * 132
+    a_clock = counted("smsp__inst_executed.sum", 5) / clocks
+    used = counted("smsp__issue_active.avg.pct_of_peak_sustained_active", 5)
     assert a_clock / 4 == pytest.approx(used / 100, rel=0.06)
     says(f"{a_clock:.1f}", f"{25 * a_clock:.0f}", f"{used:.0f}")
 
@@ -340,11 +398,11 @@ def test_intensity_of_a_tile():
 
 def test_bytes_under_way():
     ps = 16 / NOMINAL[H100]["read"] / 1e9 * 1e12
-    page = (ROOT / "learn" / "patterns.md").read_text()
-    idle, busy = (
-        float(us)
-        for us in re.search(r"but ([\d.]+) us on an idle memory, and ([\d.]+) us", page).groups()
-    )
+    # The pattern occupancy predicts the rate of one block an SM by a latency of 0.7 us. Eight
+    # blocks have eight times as many bytes under way.
+    one = float(line_of("occupancy", "1 block an SM")["predicted"])
+    idle = 0.7 * one / pattern("occupancy", "1 block an SM", "H100")
+    busy = 0.7 * 8 * one / pattern("occupancy", "8 blocks", "H100")
     says(f"{ps:.1f} ps", f"{idle:.1f}", f"{busy:.1f}", f"{idle * NOMINAL[H100]['read'] / 1e3:.1f}")
     assert busy * NOMINAL[H100]["read"] / 1e3 == pytest.approx(3, rel=0.05)
 
@@ -373,32 +431,57 @@ def test_the_occupancy_command(capsys):
 # ---- gains: ratios of what was measured ----------------------------------------------------------
 
 
-def cells_of(name, variant):
-    """Cells of a variant's row of learn/patterns.md."""
-    page = (ROOT / "learn" / "patterns.md").read_text()
-    rows = page[page.index(f"| [{name}]") :].splitlines()
-    rows = rows[: 1 + next(i for i, row in enumerate(rows[1:]) if not row.startswith("|  |"))]
-    (row,) = [
-        cells
-        for row in rows
-        if (cells := [c.strip() for c in row.strip("|").split("|")])[1] == variant
+DEVICES = {"H100": H100, "H200": "NVIDIA H200"}
+H100_FILE, H200_FILE = "nvidia-h100-80gb-hbm3.csv", "nvidia-h200.csv"
+
+
+@functools.cache
+def lines_of(file):
+    with (ROOT / "learn" / file).open() as lines:
+        return tuple(csv.DictReader(lines))
+
+
+def line_of(name, variant, gpu="H100"):
+    """What a variant of a pattern reached: a time, GB/s or GFLOP/s."""
+    READ.add("patterns.csv")
+    key = (name, variant, DEVICES[gpu])
+    (line,) = [
+        line
+        for line in lines_of("patterns.csv")
+        if (line["pattern"], line["variant"], line["device"]) == key and line["share"]
     ]
-    return row
+    return line
 
 
 def pattern(name, variant, gpu):
-    """What learn/patterns.md measured: GB/s, us or ns."""
-    return float(cells_of(name, variant)[{"H200": 4, "H100": 7}[gpu]])
+    return float(line_of(name, variant, gpu)["measured"])
 
 
 def share(name, variant):
     """What the H100 reached of the prediction."""
-    return float(cells_of(name, variant)[8])
+    return float(line_of(name, variant)["share"])
+
+
+def instructions(name, variant):
+    READ.add("patterns.csv")
+    (line,) = [
+        line
+        for line in lines_of("patterns.csv")
+        if (line["pattern"], line["variant"], line["unit"]) == (name, variant, "M instructions")
+    ]
+    return line["measured"]
+
+
+load = functools.cache(results.load)
+
+
+def bench_of(file, bench):
+    READ.add(f"../benchmarks/results/{file}")
+    return load(ROOT / "benchmarks" / "results" / file)["benches"][bench]
 
 
 def saved(file, bench, group):
-    rows = results.load(ROOT / "benchmarks" / "results" / file)["benches"][bench]["rows"]
-    return [row for row in rows if row["group"] == group]
+    return [row for row in bench_of(file, bench)["rows"] if row["group"] == group]
 
 
 def test_gain_of_a_fused_epilogue():
@@ -409,43 +492,46 @@ def test_gain_of_a_fused_epilogue():
 
 
 def test_gain_of_persistence():
-    before, after, overlap = (float(ladder(rung)[3]) for rung in (9, 10, 11))
+    before, after, overlap = map(tflops, (9, 10, 11))
     says(f"{before:.0f}", f"{after:.0f}", f"{after / before:.2f}", f"{overlap / after:.2f}")
 
 
-def between(rung):
-    """(TFLOP/s of a rung between others, TFLOP/s of the rung that it stands behind)."""
-    cells = ladder(rung)
-    return float(cells[4]), float(cells[5])
+def between(name, after, size=4096):
+    """(TFLOP/s of a rung between others, TFLOP/s of the rung behind which it stands), H100."""
+    READ.add("ladder_sizes.csv")
+    found = {
+        line["rung"]: float(f"{float(line['tflops']):.3g}")
+        for line in lines_of("ladder_sizes.csv")
+        if (line["dtype"], line["size"]) == ("bfloat16", str(size))
+    }
+    return found[name], found[after]
 
 
 def test_gain_of_warp_tiling():
-    after, before = between(15)
+    after, before = between("warp_tile", "vectorised")
     says(before, after, f"{after / before:.2f}")
 
 
 def test_gain_of_one_dimension():
-    after, before = between(14)
+    after, before = between("column", "shared")
     says(before, after, f"{after / before:.2f}")
 
 
 def test_gain_of_double_buffering():
-    after, before = between(17)
-    large = re.search(
-        r"gone: (\d+) beside rung 6's (\d+)", (ROOT / "learn" / "ladder.md").read_text()
-    ).groups()
+    after, before = between("double_buffer", "mma")
+    large, alone = between("double_buffer", "mma", 8192)
     one, two = (pattern("double buffer", f"{n}", "H100") for n in ("one buffer", "two buffers"))
     says(
         f"{before:.0f}",
         f"{after:.0f}",
         f"{after / before:.2f}",
-        f"{int(large[0]) / int(large[1]):.2f}",
+        f"{large / alone:.2f}",
         f"{two / one:.2f}",
     )
 
 
 def test_cost_of_uncoalesced_access():
-    gain = float(ladder(2)[3]) / float(ladder(1)[3])
+    gain = tflops(2) / tflops(1)
     apart = [
         pattern("copy", "4 bytes", gpu) / pattern("copy", "4 bytes, 32 apart", gpu)
         for gpu in ("H100", "H200")
@@ -517,7 +603,7 @@ def ns(variant):
 def test_latencies():
     predicted = {"shared": 30, "L1": 34, "L2": 260}  # clocks, by the table's column
     for variant, clocks in predicted.items():
-        assert cells_of("latency", variant)[3] == f"{clocks} clocks"
+        assert line_of("latency", variant)["limit"] == f"{clocks} clocks"
         measured = clocks / share("latency", variant)
         assert measured / GHZ == pytest.approx(ns(variant), rel=0.05)
         says(f"{measured:.0f}")
@@ -543,9 +629,7 @@ def test_gain_of_tma():
         pattern("TMA tiles", v, "H100") for v in ("4 bytes a copy", "16 bytes a copy", "TMA")
     )
     says(f"{tma / narrow:.2f}", f"{tma / wide:.2f}")
-    page = (ROOT / "learn" / "patterns.md").read_text()
-    _, copies, bulk = re.search(r"\| TMA tiles \| instructions, M \| (.*) \|", page)[1].split(", ")
-    says(copies, bulk)
+    says(instructions("TMA tiles", "16 bytes a copy"), instructions("TMA tiles", "TMA"))
 
 
 def test_swizzle_beside_padding():
@@ -564,10 +648,6 @@ def test_gain_of_polynomials():
 # ---- headline gains ------------------------------------------------------------------------------
 
 
-def tflops(rung):
-    return float(ladder(rung)[3])
-
-
 def test_gain_of_shared_memory():
     says(tflops(2), tflops(3), f"{tflops(3) / tflops(2):.2f}", f"{tflops(4) / tflops(3):.2f}")
 
@@ -577,11 +657,8 @@ def test_gain_of_tensor_cores():
 
 
 def test_rate_of_wmma():
-    cells = ladder(16)
-    says(f"{float(cells[4]):.0f}", f"{float(cells[6]):.2f}")
-
-
-H100_FILE, H200_FILE = "nvidia-h100-80gb-hbm3.csv", "nvidia-h200.csv"
+    rate, cublas = between("wmma", "cuBLAS")
+    says(f"{rate:.0f}", f"{rate / cublas:.2f}")
 
 
 def case(file, bench, group, label):

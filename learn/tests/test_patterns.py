@@ -3,6 +3,7 @@
 their results are right.
 """
 
+import csv
 import os
 import re
 import shutil
@@ -92,18 +93,50 @@ def test_patterns_say_their_predictions(name, tmp_path):
             assert f"{variant} | {number} {unit} | {limiter} |" in page and counter in page
 
 
-def h100_rows():
-    """(pattern, variant, unit, predicted, measured, share) of the page's table for the H100, of the
-    rows that were measured."""
+def rows_of_the_page():
+    """(pattern, cells) of each variant in the page's table."""
     page, name = (ROOT / "learn" / "patterns.md").read_text(), ""
     for line in page[
         page.index("<!-- patterns begin") : page.index("<!-- patterns end")
     ].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) != 10 or not cells[1] or not cells[6].replace(".", "").isdigit():
-            continue
-        name = re.sub(r"\[(.*)\].*", r"\1", cells[0]) or name
+        if len(cells) == 10 and cells[6].replace(".", "").isdigit():
+            name = re.sub(r"\[(.*)\].*", r"\1", cells[0]) or name
+            yield name, cells
+
+
+def h100_rows():
+    """(pattern, variant, unit, predicted, measured, share) of the page's table for the H100, of the
+    rows that were measured."""
+    for name, cells in rows_of_the_page():
         yield name, cells[1], cells[2].split()[1], *map(float, cells[6:9])
+
+
+def test_the_table_is_that_of_the_file():
+    """learn/patterns.csv has what was measured, with device and date. The page shows the same."""
+    with (ROOT / "learn" / "patterns.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line["share"]]
+    columns = {"NVIDIA H200": (2, 4, 5), "NVIDIA H100 80GB HBM3": (6, 7, 8)}
+    assert {line["device"] for line in lines} == set(columns)
+    assert {line["date"] for line in lines} == {"2026-11-26"}
+    stored = {
+        (line["device"], line["pattern"], line["variant"]): [
+            line[name] for name in ("unit", "limit", "predicted", "measured", "share")
+        ]
+        for line in lines
+    }
+    shown = {}
+    for name, cells in rows_of_the_page():
+        for device, (predicted, measured, share) in columns.items():
+            if cells[measured]:
+                shown[device, name, cells[1]] = [
+                    cells[2].split()[1],
+                    cells[3],
+                    cells[predicted].split()[0],
+                    cells[measured],
+                    cells[share],
+                ]
+    assert shown == stored and len(shown) == len(lines) > 200
 
 
 def test_shares_follow_from_what_was_measured():

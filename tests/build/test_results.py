@@ -79,7 +79,7 @@ def row_of(label, us, **peers):
         "group": "a group", "label": label, "dtype": "bf16", "us": us, "rate": 2e4 / us,
         "unit": "GFLOP/s", "share": None,
         "peers": {name: {"us": peer, "rate": 2e4 / peer} for name, peer in peers.items()}, "roofline_percent": 50.0,
-        "beside": {}, "ratio_spread": 0.012, "bar": "", "verdict": "",
+        "beside": {}, "ratio_spread": 0.012, "bar": "", "verdict": "", "host_bound": "",
     }  # fmt: skip
 
 
@@ -91,11 +91,12 @@ def test_what_is_new_appears_by_itself(results):
         row_of("large", 2.0, fa3=1.5),
         row_of("alone", 1.0),
     ]
+    rows[1]["host_bound"] = "yes"
     bench = {"date": "2027-01-01", "torch": "3", "driver": "999", "command": "python bench.py", "peaks": {"read": 5e3},
              "rows": rows, "groups": [], "facts": []}  # fmt: skip
     new = {"stem": "b300", "device": "NVIDIA B300", "benches": {"layernorm": bench}}
     page = tool.page([new, *results])
-    line = "| NVIDIA B300 | 2027-01-01 | 2 | 0 | 0.61x | 0.50x | a group, small, bf16 |"
+    line = "| NVIDIA B300 | 2027-01-01 | 2 | 0 | 0.61x | 0.50x | a group, small, bf16 | 1; 1 not recorded |"
     assert f"| [layernorm](../learn/benchmarks/bench_layernorm.py) {line}" in page
     full = tool.full_page(new)
     assert (
