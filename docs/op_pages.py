@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sphinx: a page for each op, made of the call that the tests have of it.
+"""Sphinx: a page for each function of tensors, made of the call that the tests have of it.
 
-A page shows the op's signature, a good call with the shapes of its tensors and results, what the call
-costs by `explain`, and for attention which keys a query sees. Everything is asked of the library.
-docs/operators.md lists the pages.
+A page shows the function's signature, a good call with the shapes of its tensors and results, what
+the call costs, and for attention which keys a query sees. Everything is asked of the library, so a
+page cannot disagree with it. docs/operators.md lists the pages.
 """
 
 import inspect
@@ -20,15 +20,12 @@ MARK = "<!-- pages of ops -->"
 
 
 def calls() -> dict[str, dict]:
-    """name -> arguments of a good call, from the registry of the tests."""
+    """name -> arguments of a good call, from the tests. The plainest call that they have is shown."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     import registry
-    import registry_quantised as quantised
+    import registry_calls
 
-    found = {name: op.make() for name, op in registry.OPS.items()}
-    found |= {"scaled_gemm": quantised.codes(), "weight_gemm": quantised.packed_weight()}
-    found |= {"grouped_gemm": quantised.experts(), "sparse_gemm": quantised.sparse()}
-    return found
+    return registry_calls.calls() | {name: op.make() for name, op in registry.OPS.items()}
 
 
 def named(call: dict, results) -> list[tuple[str, torch.Tensor]]:
@@ -66,33 +63,83 @@ def svg(wide: int, tall: int, parts: list[str]) -> str:
     )
 
 
-def seen(seq_q: int, seq_k: int, **rules) -> torch.Tensor:
-    """Which keys each query sees: with the identity as v, the result is the weights."""
-    q, k = torch.zeros(1, 1, seq_q, 8), torch.zeros(1, 1, seq_k, 8)
-    return gk.flash_attn(q, k, torch.eye(seq_k)[None, None], **rules)[0, 0] > 0
+def dense(**rules) -> torch.Tensor:
+    """Which of 12 keys each of 8 queries sees: with the identity as v, the result is the weights."""
+    q, k = torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 12, 8)
+    return gk.flash_attn(q, k, torch.eye(12)[None, None], **rules)[0, 0] > 0
 
 
-def masks() -> str:
+def packed(**rules) -> torch.Tensor:
+    """Which of 12 keys each of 8 queries sees, in sequences of 3 and 5 queries, 5 and 7 keys."""
+    q, k, v = torch.zeros(8, 1, 8), torch.zeros(12, 1, 8), torch.eye(12)[:, None]
+    ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 8], [0, 5, 12]))
+    return gk.flash_attn_varlen(q, k, v, *ends, 5, 7, **rules)[:, 0] > 0
+
+
+def paged(**rules) -> torch.Tensor:
+    """Which of 12 keys in pages of 4 each of the last 8 tokens sees."""
+    k, v = torch.zeros(3, 4, 1, 8), torch.eye(12).view(3, 4, 1, 12)
+    table, length = (torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 2]], [12]))
+    new = {"cu_seqlens_q": torch.tensor([0, 8], dtype=torch.int32), "max_seqlen_q": 8}
+    return gk.paged_attn(torch.zeros(8, 1, 8), k, v, table, length, **new, **rules)[:, 0] > 0
+
+
+# function -> (what is shown, which keys are seen under rules, the rules)
+MASKS = {
+    "flash_attn": (
+        "8 queries down, 12 keys across.",
+        dense,
+        (
+            {"is_causal": True},
+            {"is_causal": True, "diagonal": 4},
+            {"is_causal": True, "window_left": 3},
+            {"window_left": 2, "window_right": 2},
+        ),
+    ),
+    "flash_attn_varlen": (
+        "Two sequences in one call: 3 and 5 queries down, 5 and 7 keys across.",
+        packed,
+        ({}, {"is_causal": True}, {"is_causal": True, "window_left": 2}),
+    ),
+    "paged_attn": (
+        "8 new tokens down, the 12 of their sequence across.",
+        paged,
+        ({}, {"window_left": 3}, {"is_causal": False}),
+    ),
+}
+
+
+def masks(name: str) -> str:
     """Pictures of rules, a row for each query and a column for each key."""
-    forms = (
-        {"is_causal": True},
-        {"is_causal": True, "diagonal": 4},
-        {"is_causal": True, "window_left": 3},
-        {"window_left": 2, "window_right": 2},
-    )
+    words, seen, forms = MASKS[name]
     found = []
     for rules in forms:
-        grid = seen(8, 12, **rules)
+        grid = seen(**rules)
         cells = [
             f'<rect x="{4 + 14 * j}" y="{22 + 14 * i}" width="14" height="14" stroke="#999" '
             f'fill="{"#88d27a" if grid[i, j] else "#fff"}"/>'
             for i in range(8)
             for j in range(12)
         ]
-        title = ", ".join(f"{name}={value}" for name, value in rules.items())
+        title = ", ".join(f"{rule}={value}" for rule, value in rules.items()) or "by default"
         found.append(svg(260, 140, [f'<text x="4" y="14">{title}</text>', *cells]))
-    return "<h2>Which keys a query sees</h2><p>8 queries down, 12 keys across.</p>" + " ".join(
-        found
+    return f"<h2>Which keys a query sees</h2><p>{words}</p>{' '.join(found)}"
+
+
+def cost(name: str, call: dict, tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """What the call moves and computes; without an `explain`, the bytes of its tensors."""
+    if name not in gk.EXPLAINED:
+        moved = sum(x.numel() * x.element_size() for _, x in tensors)
+        return f"{moved} bytes of tensors and results at this size."
+    schema = getattr(torch.ops.gpukern, f"explain_{name}").default._schema
+    needed = {a.name for a in schema.arguments if not a.has_default_value()}
+    public = inspect.signature(getattr(gk, name)).parameters
+    defaults = {n: public[n].default for n in needed if n in public}
+    found = gk.explain(name, **defaults | call)
+    return (
+        f"{found['bytes']} bytes read and written once, {found['flops']} FLOPs: "
+        f"{found['flops'] / found['bytes']:.2g} FLOPs a byte at this size. <code>gpukern explain "
+        f"{name}</code> says it for yours."
     )
 
 
@@ -117,15 +164,9 @@ def body(name: str, call: dict) -> str:
     if other:
         said = ", ".join(f"{n}={x}" for n, x in other.items())
         parts.append(f"<p>and <code>{escape(said)}</code></p>")
-    if name in gk.EXPLAINED:
-        cost = gk.explain(name, **call)
-        parts.append(
-            f"<h2>Its cost</h2><p>{cost['bytes']} bytes read and written once, {cost['flops']} FLOPs: "
-            f"{cost['flops'] / cost['bytes']:.2g} FLOPs a byte at this size. <code>gpukern explain "
-            f"{name}</code> says it for yours.</p>"
-        )
-    if name == "flash_attn":
-        parts.append(masks())
+    parts.append(f"<h2>Its cost</h2><p>{cost(name, call, tensors)}</p>")
+    if name in MASKS:
+        parts.append(masks(name))
     return "\n".join(parts)
 
 
