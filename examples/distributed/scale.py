@@ -73,8 +73,11 @@ def draw(out: Path) -> None:
     from matplotlib import pyplot
 
     ranks = [1 << i for i in range(11)]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for i, (card, tokens, times) in enumerate(measured()):
+    # 760 pixels wide: as wide as a page shows it
+    figure, axes = pyplot.subplots(figsize=(7.6, 4.4), layout="constrained")
+    cards = {"H100": ("--", "s"), "H200": ("-", "o")}
+    for card, tokens, times in measured():
+        (line_of, mark), color = cards[card], "C0" if tokens < 1 << 15 else "C3"
         layer = MODEL | dict(layers=1, hidden=1, intermediate=1)
         one = gd.estimate(
             **layer, seq_len=tokens, sequences=1, machine=gd.Machine(attn_tflops=1)
@@ -85,17 +88,21 @@ def draw(out: Path) -> None:
             for n in ranks
         ]
         line = [step.attention_ms + step.context_ms for step in steps]
-        axes.plot(ranks, line, color=f"C{i}", label=f"{tokens} tokens, {card}: model")
-        axes.plot(list(times), list(times.values()), "o", color=f"C{i}", label="measured")
+        axes.plot(ranks, line, line_of, color=color)
+        label = f"{tokens:,} tokens, {card}: estimated (line), measured (mark)"
+        axes.plot(*zip(*times.items()), mark, color=color, label=label)
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="GPUs (context ranks)",
         ylabel="ms, forward and backward of a layer's attention",
     )
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    axes.set_xticks(ranks, map(str, ranks))
+    axes.set_yticks((2, 5, 10, 20, 50, 100, 200), map(str, (2, 5, 10, 20, 50, 100, 200)))
+    axes.minorticks_off()
+    axes.grid(alpha=0.2)
+    axes.legend(fontsize=9)
+    figure.savefig(out, dpi=100)
 
 
 def main() -> None:

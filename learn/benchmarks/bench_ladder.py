@@ -130,8 +130,8 @@ def counters(path: Path, numbers: Sequence[int]) -> dict[str, dict]:
 
 
 def draw(bench: dict, device: str, path: Path) -> None:
-    """Left: every rung on a logarithmic scale with cuBLAS beside it. Right: the ratios of rungs 6
-    to 13."""
+    """Above: every rung on a logarithmic scale with cuBLAS beside it. Below: the ratios of rungs 6 to
+    13. 760 pixels wide, as wide as a page shows it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -144,7 +144,7 @@ def draw(bench: dict, device: str, path: Path) -> None:
     expected = [fact for fact in bench["facts"] if fact["group"] == f"predicted, {SIZE} cubed"]
     numbers, places = [int(row["label"].split()[0]) for row in rows], range(len(rows))
     figure, (all_of_them, near) = plt.subplots(
-        1, 2, figsize=(13, 4.8), width_ratios=(13, 8), layout="constrained"
+        2, 1, figsize=(7.6, 7.6), height_ratios=(5, 4), layout="constrained"
     )
     rates = [row["rate"] / 1e3 for row in rows]
     cublas = [row["peers"]["torch.matmul"]["rate"] / 1e3 for row in rows]
@@ -153,7 +153,7 @@ def draw(bench: dict, device: str, path: Path) -> None:
         places,
         [fact["value"] for fact in expected],
         "k_",
-        markersize=22,
+        markersize=18,
         markeredgewidth=1.6,
         label="predicted, before measuring",
     )
@@ -182,18 +182,18 @@ def draw(bench: dict, device: str, path: Path) -> None:
         )
     near.axhline(1, color="#c0392b", linewidth=1.2)
     near.set_ylim(0, 1.15)
-    near.set_ylabel("of cuBLAS's speed, in the same minutes")
+    near.set_ylabel("of cuBLAS's speed in the same run")
     for panel, members in ((all_of_them, places), (near, close)):
         labels = [rows[i]["label"].replace(" ", "\n") for i in members]
-        panel.set_xticks(range(len(members)), labels, fontsize=7.5)
+        panel.set_xticks(range(len(members)), labels, fontsize=8)
+        panel.tick_params(axis="x", rotation=0 if panel is near else 45)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"bfloat16 {SIZE} cubed on {device}, the {len(rows)} numbered rungs (ladder_sizes.png has "
-        f"those between, too)",
+        f"The {len(rows)} rungs: bfloat16, {SIZE} cubed, {device}",
         fontsize=10,
     )
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
