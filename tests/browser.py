@@ -37,7 +37,7 @@ def dom(url, folder, width=1280, seconds=20):
         "--dump-dom",
         url,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return re.sub(r"<script\b.*?</script>", "", done.stdout, flags=re.DOTALL)
 

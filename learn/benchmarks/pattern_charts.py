@@ -66,7 +66,11 @@ def bars(
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    # a test compares them with the results
+    shown = ", ".join(
+        f"{name.replace(', ', ' ')} {value:.4g}" for name, value in zip(names, values)
+    )
+    figure.savefig(path, dpi=110, metadata={"Comment": f"figures: {shown}; end"})
     plt.close(figure)
     print(path.relative_to(ROOT))
 

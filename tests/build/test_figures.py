@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of measured figures in docs/quantise.md and docs/distributed.md agree with the stored
-results, as README's and results.md's do (test_readme.py, test_results.py).
+"""Tables of measured figures in docs/quantise.md and docs/distributed.md, and pictures, agree with
+the stored results, as README's and results.md's do (test_readme.py, test_results.py).
 """
 
+import csv
 import re
 from pathlib import Path
 
@@ -187,3 +188,57 @@ def test_sums_over_two_gpus():
         us = of_two("gemm_all_reduce", f"{m} 8192 8192")
         assert same(ours, us["ours"], 1), m
         assert same(best, min(us["one-shot"], us["two-shot"]), 1), m
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def figures_in(picture):
+    """The figures that a picture shows, as its script wrote them into the file."""
+    found = re.search(rb"tEXtComment\0figures: (.*?); end", (ROOT / picture).read_bytes())
+    assert found, f"{picture} has no figures: draw it again"
+    return found[1].decode("latin-1").split(", ")
+
+
+def test_the_picture_of_the_ladder():
+    rows = [row for row in bench_of(H200, "ladder")["rows"] if row["group"] == "4096 cubed"]
+    want = [f"{row['label']} {row['rate'] / 1e3:.3g} {row['ratio']:.3f}" for row in rows]
+    assert figures_in("learn/ladder.png") == want
+
+
+def test_the_picture_of_attention_over_ranks():
+    want = []
+    for card in ("h100-80gb-hbm3", "h200"):
+        for row in bench_of(f"2-x-nvidia-{card}", "distributed")["rows"]:
+            if row["group"] == "cp forward+backward" and "one GPU" in row["beside"]:
+                tokens = 2 * int(row["label"].split()[0])
+                for n, us in ((1, row["beside"]["one GPU"]["us"]), (2, row["us"])):
+                    want.append(f"{card[:4].upper()} {tokens} {n} {us / 1e3:.4g}")
+    assert figures_in("docs/distributed_scale.png") == want
+
+
+def test_the_pictures_of_patterns():
+    with (ROOT / "learn" / "patterns.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if "H100" in line["device"]]
+
+    def measured(*patterns):
+        return [
+            (line["variant"].replace(", ", " "), float(line["measured"]))
+            for line in lines
+            if line["pattern"] in patterns
+        ]
+
+    loads = sorted(measured("latency"), key=lambda line: line[1])
+    assert figures_in("learn/latency.png") == [f"{name} {ns:.4g}" for name, ns in loads]
+    rungs = [
+        f"{name} {rate / 1e3:.4g}"
+        for name, rate in measured("attention ladder", "attention, tensor cores")
+    ]
+    (row,) = [
+        row
+        for row in bench_of(H100, "flash_attn")["rows"]
+        if (row["group"], row["label"]) == ("forward full", "d64 B4 S4096")
+    ]
+    rungs += [f"flash_attn {row['rate'] / 1e3:.4g}"]
+    rungs += [f"cuDNN {row['peers']['SDPA cuDNN']['rate'] / 1e3:.4g}"]
+    assert figures_in("learn/attn_ladder.png") == rungs
