@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """paged_attn decoding one token per sequence, beside gathering the pages and calling SDPA.
 
-python benchmarks/bench_paged_attn.py [--quick] [--only decode|latent|call] [--device cpu|cuda]
+python benchmarks/bench_paged_attn.py [--quick] [--only decode|prefix|latent|call] [--device cpu|cuda]
 
 Rates are GB/s of keys and values read. The bar is a share of the rate of a loop that only reads
 those pages. On CUDA the peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3
-and FlashInfer if they are installed, for latent attention FlashMLA. 8-bit pages and four query tokens are compared
-with the op itself.
+and FlashInfer if they are installed, for latent attention FlashMLA. 8-bit pages, four query tokens and shared
+prefixes are compared with the op itself.
 """
 
 from __future__ import annotations
@@ -229,6 +229,45 @@ def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> C
     return case
 
 
+def prefix_case(batch: int, common: int, own: int, page: int, dtype: str, run: Run) -> Case:
+    """Sequences that share their first `common` keys, which are read once. The peer is the call
+    without `prefix`, which reads them for each sequence. The rate counts what must be read."""
+    case = decode_case(1, common + batch * own, page, dtype, run)
+    elements = batch * (common + own) * shapes.PAGED_HEADS_Q * shapes.PAGED_HEAD_DIM
+
+    def make():
+        device = run.device.device
+        q, k_cache, v_cache, pages, _ = make_inputs(
+            1, common + batch * own, page, DTYPES[dtype], device
+        )
+        shared, rest = pages[0, : common // page], pages[0, common // page :]
+        table = torch.cat([shared.expand(batch, -1), rest.view(batch, -1)], 1)
+        lens = torch.full((batch,), common + own, dtype=torch.int32, device=device)
+        prefix = (
+            shared[None].contiguous(),
+            lens[:1] - own,
+            torch.tensor([0, batch], dtype=torch.int32, device=device),
+            lens - own,
+        )
+        q = torch.randn(batch, *q.shape[1:], device=device).to(q.dtype)
+        return q, k_cache, v_cache, table.contiguous(), lens, *prefix
+
+    def ours(q, k_cache, v_cache, table, lens, *prefix):
+        prefix = torch_gpukern.SharedPrefix(*prefix)
+        return torch_gpukern.paged_attn(q, k_cache, v_cache, table, lens, prefix=prefix)
+
+    def without(q, k_cache, v_cache, table, lens, *_):
+        return torch_gpukern.paged_attn(q, k_cache, v_cache, table, lens)
+
+    def judged(q, k_cache, v_cache, table, lens, *_):
+        return exact(q, k_cache, v_cache, table, lens)
+
+    case.group, case.label = "decode, prefix", f"B{batch} {common} shared + {own} page {page}"
+    case.make, case.ours, case.peers = make, ours, {"without prefix": without}
+    case.reference, case.flops, case.bar, case.limits = judged, 4.0 * elements, Bar(), {}
+    return case
+
+
 def gather_and_multiply(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
     """Latent attention in PyTorch: SDPA has no fast kernel for head_dim 576. All lengths are
     equal."""
@@ -342,6 +381,8 @@ def cuda(run: Run) -> None:
     for name in ("e4m3", "4 tokens"):
         for batch, context in shapes.CUDA_PAGED_BATCH_CONTEXT:
             run.add(beside_itself(name, batch, context, 16, run))
+    for sizes in shapes.CUDA_PREFIX_CASES:
+        run.add(prefix_case(*sizes, "bf16", run))
     for heads in shapes.CUDA_LATENT_HEADS:
         for batch, context in shapes.CUDA_LATENT_BATCH_CONTEXT:
             run.add(latent_case(batch, context, heads, run))
@@ -370,6 +411,8 @@ def main() -> None:
         for page in shapes.PAGED_PAGE_SIZES:
             for batch, context in shapes.PAGED_BATCH_CONTEXT:
                 run.add(decode_case(batch, context, page, dtype, run))
+        for sizes in shapes.PREFIX_CASES:
+            run.add(prefix_case(*sizes, dtype, run))
     if run.wants("call host time"):
         dtype = torch.float32
         heads, head_dim = 1, 8

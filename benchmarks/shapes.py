@@ -60,6 +60,8 @@ FLASH_ATTN_BARS = {
 PAGED_HEADS_Q, PAGED_HEADS_KV, PAGED_HEAD_DIM = 32, 8, 128
 PAGED_BATCH_CONTEXT = ((1, 4096), (1, 16384), (4, 4096), (8, 8192))
 PAGED_PAGE_SIZES = (16, 64)
+# sequences, shared keys, own keys of each, tokens of a page
+PREFIX_CASES = ((64, 2048, 128, 16), (8, 2048, 128, 16))
 PAGED_BAR = Bar(share=0.8)  # of reading the pages once, in the order of the table
 
 # ---- the same on a GPU ---------------------------------------------------------------------------
@@ -136,6 +138,15 @@ CUDA_MASK_BUILDER = Bar(at_most=60.0)
 
 CUDA_PAGED_BATCH_CONTEXT = ((1, 6144), (1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
 CUDA_PAGED_RAGGED = (65536, 31, 4096)  # one long sequence and 31 others
+CUDA_PREFIX_CASES = (
+    (64, 8192, 512, 16),
+    (64, 8192, 512, 64),
+    (64, 2048, 128, 16),
+    (8, 8192, 512, 16),
+    (8, 1024, 128, 16),
+    (256, 1024, 128, 16),
+    (2, 8192, 512, 16),
+)
 CUDA_PAGED_BARS = {(1, 8192): Bar(rate=1400.0, firm=True), (64, 4096): Bar(rate=3400.0, firm=True)}
 # latent attention (DeepSeek V2 and V3): (batch, context), and the heads of a rank
 CUDA_LATENT_BATCH_CONTEXT = ((1, 4096), (1, 65536), (16, 16384), (64, 4096), (128, 4096))

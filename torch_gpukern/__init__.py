@@ -30,6 +30,7 @@ from .masks import (
 )
 from .ops import (
     QuantizedAttn,
+    SharedPrefix,
     attn_dropout_mask,
     attn_merge,
     batch_invariant,
@@ -88,6 +89,7 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "QuantizedAttn",
+    "SharedPrefix",
     "attn_dropout_mask",
     "attn_mask_blocks",
     "attn_mask_columns",

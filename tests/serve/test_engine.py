@@ -8,6 +8,7 @@ import torch
 from serving import all_free, prompts_of, run
 
 from torch_gpukern.nn import patch
+from torch_gpukern.paged import shared
 from torch_gpukern.serve import Busy, Engine, Refused, Request, TransformersModel
 from torch_gpukern.serve.drafts import NGrams
 from torch_gpukern.serve.random_models import random_llama
@@ -65,6 +66,34 @@ def test_tokens_are_generates(net, wanted):
     )
     assert all_free(engine) and 0.5 < done.most_cache_use <= 1
     assert len(done.first_token) == 6 and done.new_tokens == 6 * 24
+
+
+def test_shared_pages_are_read_once(net, wanted, monkeypatch):
+    """Requests that found the same pages are neighbours in a step, and their answers are
+    generate's. Windows of other layers read each request by itself."""
+    monkeypatch.setattr(shared, "LEAST_KEYS", 1)
+    common, other, *rest = prompts_of(40, 33, 5, 7, 1, 17, 9)
+    prompts = [(common, other)[i % 2] + own for i, own in enumerate(rest)]
+    model = TransformersModel(net, num_blocks=64)
+    engine = Engine(model, max_batch=8, max_step_tokens=64, max_drafts=2)
+    groups = []
+    begin = model.begin
+
+    def watched(handles, counts):
+        begin(handles, counts)
+        if model.step.prefix is not None:
+            groups.append(model.step.prefix.seq_lens.tolist())
+
+    monkeypatch.setattr(model, "begin", watched)
+    first = [engine.submit(Request(prompt, max_tokens=12)) for prompt in prompts[:2]]
+    run(engine)
+    requests = [engine.submit(Request(prompt, max_tokens=12)) for prompt in prompts]
+    run(engine)
+    for request, prompt in zip([*first, *requests], [*prompts[:2], *prompts]):
+        assert request.answer == wanted(prompt, 12)
+    size = model.cache.block_size
+    assert sorted([40 // size * size, 33 // size * size]) in [sorted(x)[-2:] for x in groups]
+    assert all_free(engine)
 
 
 def test_sampled_answers_depend_on_the_seed_alone(net):

@@ -24,6 +24,7 @@ from .quantize_attn import QuantizedAttn, quantize_attn
 from .rope import rope
 from .rope_kv_write import rope_kv_write
 from .scaled_gemm import scaled_gemm
+from .shared_prefix import SharedPrefix
 from .softmax import log_softmax, softmax
 from .sparse_gemm import sparse_gemm, sparse_pack
 from .switches import batch_invariant
@@ -31,6 +32,7 @@ from .weight_gemm import pack_weight, unpack_weight, weight_gemm
 
 __all__ = [
     "QuantizedAttn",
+    "SharedPrefix",
     "attn_dropout_mask",
     "attn_merge",
     "batch_invariant",

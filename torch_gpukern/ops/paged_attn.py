@@ -6,16 +6,18 @@ The build makes overloads of paged_attn by the value of return_lse from its sign
 (cmake/stubs.py).
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .._library import any_requires_grad, is_grad_enabled, traced
 from . import attention, fakes, switches
+from .attn_merge import attn_merge
 from .define import define_op
 from .in_place import define_in_place
 from .keywords import hide_unknown, refuse_unknown
+from .shared_prefix import SharedPrefix
 from .wrong_types import refuse_non_bool
 
 __all__ = ["kv_cache_write", "paged_attn"]
@@ -42,6 +44,7 @@ def paged_attn(
     window_right: int = -1,
     allow_short: bool = False,
     batch_invariant: bool = False,
+    prefix: SharedPrefix | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -93,6 +96,11 @@ def paged_attn(
         batch_invariant: the bits of a sequence's results depend on that sequence alone, not on the
             others of the call. `torch_gpukern.batch_invariant` switches this on for every call. On
             the CPU it is always so. docs/numerics.md has the cost on CUDA.
+        prefix: keys that sequences of the call share, which are then read once for all of them. The
+            result is that of the call without it, within one rounding of q's dtype on each side.
+            Not beside kv_start. With window_left, alibi_slopes or batch_invariant a query's part
+            of the shared keys depends on its own position or must not depend on the others; the
+            call then reads every sequence by itself.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -119,6 +127,22 @@ def paged_attn(
         refuse_unknown(paged_attn, unknown, more)
     if return_lse is not False:
         refuse_non_bool(_paged_attn.said, "return_lse", return_lse)
+    invariant = switches.is_batch_invariant if batch_invariant is False else batch_invariant
+    if prefix is not None:
+        _check_prefix(prefix, kv_start)
+        if window_left < 0 and alibi_slopes is None and not invariant:
+            # Sinks count once, in the sequences' own part.
+            how = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
+            own = {
+                "cu_seqlens_q": cu_seqlens_q,
+                "max_seqlen_q": max_seqlen_q,
+                "sinks": sinks,
+                "is_causal": is_causal,
+                "window_right": window_right,
+                "allow_short": allow_short,
+            }
+            both = _with_prefix(q, k_cache, v_cache, block_table, seq_lens, prefix, how, own)
+            return both if return_lse else both[0]
     op = _paged_attn.all if return_lse else _paged_attn
     return op.call(
         q,
@@ -139,8 +163,62 @@ def paged_attn(
         kv_start,
         window_right,
         allow_short,
-        switches.is_batch_invariant if batch_invariant is False else batch_invariant,
+        invariant,
     )
+
+
+def _check_prefix(prefix: SharedPrefix, kv_start: Tensor | None) -> None:
+    if not isinstance(prefix, SharedPrefix):
+        raise ValueError(
+            f"paged_attn: prefix must be a SharedPrefix, got {type(prefix).__name__}; "
+            "PagedKVCache.shared_prefix makes one"
+        )
+    if kv_start is not None:
+        raise ValueError(
+            "paged_attn: kv_start is given with prefix; padding on the left would hide shared keys "
+            "from some sequences: leave out one of the two"
+        )
+
+
+def _with_prefix(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    prefix: SharedPrefix,
+    how: dict[str, Any],
+    own: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """out and lse of two calls over disjoint keys, merged.
+
+    The first call takes a group of sequences as one sequence: its query tokens are those of the
+    group, and all of them see all shared keys. The second call is the ordinary one, from the first
+    key on that a sequence has for itself. kv_start leaves positions as they are.
+    """
+    op = _paged_attn.all
+    shared = op.call_named(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=prefix.block_table,
+        seq_lens=prefix.seq_lens,
+        cu_seqlens_q=prefix.cu_seqlens_q,
+        max_seqlen_q=q.shape[0],
+        is_causal=False,
+        **how,
+    )
+    rest = op.call_named(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        kv_start=prefix.kv_start,
+        **how,
+        **own,
+    )
+    return attn_merge(*shared, *rest)
 
 
 def kv_cache_write(

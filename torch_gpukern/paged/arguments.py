@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.shared_prefix import SharedPrefix
+
 CPU = torch.device("cpu")
 
 
@@ -65,6 +67,28 @@ def copy_into(target: Tensor, numbers: np.ndarray) -> None:
         np.copyto(target.numpy(), numbers, casting="same_kind")
     else:
         target.copy_(torch.from_numpy(numbers).to(target.dtype).pin_memory(), non_blocking=True)
+
+
+def check_prefix_targets(n: int, device: torch.device, prefix: SharedPrefix) -> None:
+    """Raises ValueError unless the tensors of a SharedPrefix can hold the groups of n sequences."""
+    room = len(prefix.seq_lens)
+    for name, dims, length in (
+        ("block_table", 2, room),
+        ("seq_lens", 1, max(room, n)),
+        ("cu_seqlens_q", 1, room + 1),
+        ("kv_start", 1, room),
+    ):
+        x = getattr(prefix, name)
+        if (
+            x.dim() != dims
+            or x.dtype != torch.int32
+            or x.device not in (device, CPU)
+            or len(x) != length
+        ):
+            raise ValueError(
+                f"PagedKVCache.fill_shared_prefix_: {name} is {list(x.shape)} {x.dtype} on "
+                f"{x.device}; expected {dims} dimensions, the first of {length}, int32 on {device}"
+            )
 
 
 def check_targets(

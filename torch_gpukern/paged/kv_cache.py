@@ -35,15 +35,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.shared_prefix import SharedPrefix
 from ..ops.wrong_types import refuse_non_tensors
 from ..pickled import as_bytes, as_codes
-from .arguments import as_counts, check_targets, copy_into
+from .arguments import as_counts, check_prefix_targets, check_targets, copy_into
 from .bookkeeping import Bookkeeping, alone
 from .growth import Growth, OutOfPages
 from .pages import KVPages
 from .pool import NO_PAGE
 from .scales import KVCacheScales
 from .sequences import largest
+from .shared import groups_of
 
 __all__ = ["KVCacheScales", "OutOfPages", "PagedKVCache"]
 
@@ -262,6 +264,93 @@ class PagedKVCache(Bookkeeping, KVPages):
                 new = np.append(new, np.full(len(slots) - len(new), -1))
             self._fill(rows, growth.ends, block_table, seq_lens)
             copy_into(slots, new)
+
+    @alone
+    def shared_prefix(
+        self, sequences: Sequence[int], counts: int | Sequence[int] = 1
+    ) -> SharedPrefix | None:
+        """The keys that these sequences share, for ``paged_attn(..., prefix=)`` of their newest
+        tokens. None if they share too little to gain from it.
+
+        Call it after `extend`. Neighbours in `sequences` are compared; `by_pages` puts those that
+        share pages next to each other.
+
+        Args:
+            sequences: B handles.
+            counts: the query tokens of each sequence, or one number for all.
+
+        Raises:
+            ValueError: counts as in `extend`.
+        """
+        rows = self._sequences.rows("shared_prefix", sequences, distinct=False)
+        groups = self._groups(rows, as_counts("shared_prefix", counts, len(rows)))
+        return groups and SharedPrefix(*map(self._tensor, groups))
+
+    @alone
+    def fill_shared_prefix_(
+        self, sequences: Sequence[int], prefix: SharedPrefix, count: int = 1
+    ) -> bool:
+        """Writes `shared_prefix` into given tensors, such as those that a captured graph reads.
+
+        Groups after the last one have length 0. One of them owns the query tokens of the inactive
+        rows, as `fill_` makes them. The host does not wait for the device.
+
+        Args:
+            sequences: B handles.
+            prefix: block_table [R, width], seq_lens [R], cu_seqlens_q [R + 1] and kv_start [R]
+                int32, R at least B.
+            count: the query tokens of each of the R rows.
+
+        Returns:
+            Whether anything is shared. If not, all lengths are 0, and a call without prefix gives
+            the same result in less time.
+
+        Raises:
+            ValueError: a tensor is too small, or has another dtype or device.
+        """
+        rows = self._sequences.rows("fill_shared_prefix_", sequences, distinct=False)
+        table, lens, tokens, own = prefix
+        check_prefix_targets(len(rows), self.k.device, prefix)
+        groups = self._groups(rows, as_counts("fill_shared_prefix_", count, len(rows)))
+        n, room = len(rows), len(lens)
+        keys, kv_start = np.zeros((2, room), np.int32)
+        ends = np.full(room, room * count, np.int32)
+        if groups is None:
+            ends[0] = n * count
+        else:
+            pages, its_keys, its_tokens, its_own = groups
+            if pages.shape[1] > table.shape[1]:
+                raise ValueError(
+                    f"PagedKVCache.fill_shared_prefix_: block_table has {table.shape[1]} columns, "
+                    f"{pages.shape[1]} pages are shared"
+                )
+            keys[: len(its_keys)] = its_keys
+            ends[: len(its_keys)] = its_tokens[1:]
+            kv_start[:n] = its_own
+            copy_into(table[: len(pages), : pages.shape[1]], pages)
+        copy_into(lens, keys)
+        copy_into(tokens, np.append(np.int32(0), ends))
+        copy_into(own, kv_start)
+        return groups is not None
+
+    def _groups(
+        self, rows: np.ndarray, counts: int | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+        """The arrays of a SharedPrefix, or None."""
+        queries = np.empty(len(rows), np.int64)
+        queries[:] = counts
+        most = self._sequences.seen_pages(rows, queries)
+        table = self._sequences.table[rows, : max(largest(most), 1)]
+        groups = groups_of(table, most, queries, self.block_size)
+        if groups is None:
+            return None
+        starts, pages = groups
+        shared = np.full((len(pages), largest(pages)), NO_PAGE, np.int32)
+        for row, first, n in zip(shared, starts, pages):
+            row[:n] = table[first, :n]
+        keys = (pages * self.block_size).astype(np.int32)
+        tokens = np.append(0, queries.cumsum())[starts].astype(np.int32)
+        return shared, keys, tokens, np.repeat(keys, np.diff(starts))
 
     def _fill(
         self, rows: np.ndarray, lengths: np.ndarray, block_table: Tensor, seq_lens: Tensor

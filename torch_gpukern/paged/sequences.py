@@ -80,6 +80,13 @@ class Sequences:
         """The number of pages of the longest of these sequences."""
         return -(-largest(self.lengths[rows]) // self.block_size)
 
+    def seen_pages(self, rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
+        """The leading pages that all of the newest `queries` tokens of a sequence see whole. 0 if
+        pages of the sequence were released."""
+        lengths = self.lengths[rows]
+        seen = np.minimum(lengths, lengths - queries + 1) // self.block_size
+        return np.where(self._released[rows] > 0, 0, np.maximum(seen, 0))
+
     def need_columns(self, n: int) -> None:
         have = self.table.shape[1]
         if n > have:

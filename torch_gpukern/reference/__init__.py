@@ -330,9 +330,11 @@ def paged_attn(
     block_table: Tensor,
     seq_lens: Tensor,
     return_lse: bool = False,
+    prefix: Any = None,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys in its pages.
+    `prefix` says how these are read and changes nothing here.
 
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
     Dv]; block_table [B, max_blocks]; seq_lens [B] includes the new tokens. 8-bit caches may have

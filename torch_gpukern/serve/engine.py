@@ -6,7 +6,8 @@ drafted behind it; a newcomer brings a chunk of its prompt, as long as the step 
 do not stop the others, and a step's time is bounded.
 
 - Pages of equal prefixes are shared: what one request has written, the next one finds by its
-  tokens.
+  tokens. Requests of a step that share pages stand side by side, so that attention reads those
+  once.
 - Requests of one `submit_all` with the same prompt share its pages and its computation. The first
   computes the prompt. The others wait for it, then fork its sequence and compute the last token of
   the prompt alone.
@@ -256,6 +257,10 @@ class Engine:
             if chunk.ends() and most > 0 and request.answered:
                 chunk.draft = request.ngrams.draft(request.tokens, most)
                 room -= len(chunk.draft)
+        if self.model.shares_prefixes:
+            order = self.cache.by_pages([chunk.request.handle for chunk in chunks])
+            place = {handle: i for i, handle in enumerate(order)}
+            chunks.sort(key=lambda chunk: place[chunk.request.handle])
         while chunks:
             try:
                 self.model.begin(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops import paged_attn
+from ..ops import SharedPrefix, paged_attn
 from ..paged.kv_cache import PagedKVCache
 from .fused import Fused, fuse
 from .ranks import Capture, CopyingCache, Others, Run
@@ -29,18 +29,25 @@ LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
 
 class Step:
     """What attention reads in a step: the slots of the new tokens, tables, lengths, where each
-    request's tokens begin."""
+    request's tokens begin, and the keys that requests share."""
 
     def __init__(
-        self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int
+        self,
+        slots: Tensor,
+        table: Tensor,
+        lens: Tensor,
+        starts: Tensor | None,
+        longest: int,
+        prefix: SharedPrefix | None = None,
     ) -> None:
         self.slots, self.table, self.lens = slots, table, lens
         self.starts, self.longest = starts, longest
+        self.prefix = prefix
 
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
         new: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
-        new |= cache.scales(layer)
+        new |= {"prefix": self.prefix, **cache.scales(layer)}
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
 
@@ -100,6 +107,8 @@ class Model:
         self.graph: Captured | None = None  # of the step that began
         self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
+        # Requests that share pages read them once. On CUDA this has not been measured.
+        self.shares_prefixes = self.device.type == "cpu"
         self.width = -(-max_length // cache.block_size)
         self.others: Others | None = None  # the ranks that this one sends its steps to
 
@@ -137,15 +146,21 @@ class Model:
         arrays = {"table": table.numpy(), "lens": lens.numpy(), "slots": slots.numpy()}
         if longest > 1:
             arrays["starts"] = np.cumsum([0, *counts], dtype=np.int32)
-        self.eager(arrays, longest)
+        # the other ranks have no handles, and so no prefixes
+        shares = self.shares_prefixes and self.others is None
+        self.eager(arrays, longest, cache.shared_prefix(handles, counts) if shares else None)
         if self.others is not None:
             self.sent = Run(0, cache.take_copies(), arrays, longest, [])
 
-    def eager(self, arrays: dict[str, np.ndarray], longest: int) -> None:
+    def eager(
+        self, arrays: dict[str, np.ndarray], longest: int, prefix: SharedPrefix | None = None
+    ) -> None:
         """Begins a step that is not captured."""
         here = {name: moved(torch.from_numpy(x), self.device) for name, x in arrays.items()}
         self.graph = None
-        self.step = Step(here["slots"], here["table"], here["lens"], here.get("starts"), longest)
+        self.step = Step(
+            here["slots"], here["table"], here["lens"], here.get("starts"), longest, prefix
+        )
 
     @torch.inference_mode()
     def forward(

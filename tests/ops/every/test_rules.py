@@ -20,8 +20,9 @@ PUBLIC = {
     "flash_attn_varlen": ("flash_attn_varlen", "flash_attn_varlen_fp8"),
     "paged_attn": ("paged_attn",),
 }
-# Arguments of a function that an op takes in another form: an AttnMask is several.
-OWN = {"flash_attn": {"attn_mask", "bias", "distance_bias"}}
+# Arguments of a function that an op takes in another form: an AttnMask is several, a SharedPrefix
+# makes two calls.
+OWN = {"flash_attn": {"attn_mask", "bias", "distance_bias"}, "paged_attn": {"prefix"}}
 TYPES = {
     "float": "float",
     "int": "int",
