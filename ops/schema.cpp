@@ -12,6 +12,7 @@
 // no optional results. A SymInt reaches a kernel as int64.
 #include "box.h"
 #include "call.h"
+#include "core/invariant.h"
 #include "gpukern.h"
 #include "rules.h"
 
@@ -348,6 +349,7 @@ void define(gk::Library &m) {
     m.def("gemm_prefer(str device, str gemm_class, str row) -> ()");
     m.def("gemm_prefer_none() -> ()");
     m.def("limit_sms(int sms) -> int");
+    m.def("set_batch_invariant(bool on) -> bool");
     m.def("capture_id(int stream) -> int");
     m.def("mailbox_bytes(int elements, int ranks) -> int");
 }
@@ -416,6 +418,13 @@ int64_t limit_sms(LimitArgs &x) {
     return before;
 }
 
+struct SwitchArgs {
+    bool on;
+};
+
+// Switches batch-invariant products on the CPU and returns the previous state.
+bool set_batch_invariant(SwitchArgs &x) { return gk_set_batch_invariant(x.on); }
+
 struct CaptureArgs {
     int64_t stream; // the address of a CUDA stream
 };
@@ -445,6 +454,7 @@ void implement(gk::Library &m) {
     m.impl("gemm_prefer", gk::boxed<gemm_prefer>);
     m.impl("gemm_prefer_none", gk::boxed<gemm_prefer_none>);
     m.impl("limit_sms", gk::boxed<limit_sms>);
+    m.impl("set_batch_invariant", gk::boxed<set_batch_invariant>);
     m.impl("capture_id", gk::boxed<capture_id>);
     m.impl("mailbox_bytes", gk::boxed<mailbox_bytes>);
 }

@@ -19,9 +19,10 @@
  * read them. Otherwise each task packs its own b. If M is small, a worker packs a only once.
  *
  * The order in which an element's sum runs over k depends only on KC, so neither blocks nor
- * threads change its bits. Workspace: the shared b; for each worker packed a, packed b and, for
- * 16-bit results with K > KC, the float32 block. Not served: M <= 16 (gemm_skinny), float64
- * (ref). */
+ * threads change its bits. KC depends on M, unless products are batch-invariant. Workspace: the
+ * shared b; for each worker packed a, packed b and, for 16-bit results with K > KC, the float32
+ * block. Not served: M <= 16 (gemm_skinny), float64 (ref). */
+#include "../core/invariant.h"
 #include "blocks.h"
 #include "kernels.h"
 
@@ -90,8 +91,9 @@ void gk_gemm_at(const gk_gemm_problem *p, gk_dtype dtype, int64_t i, const char 
 }
 
 /* With small M b is read in place. If both operands are contiguous along k, dot products need no
- * packing for a few more rows. */
+ * packing for a few more rows. Their sums have another order than those of larger M. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
+    if (gk_batch_invariant()) return false;
     if (p->b_n == 1) return p->m <= GK_SKINNY_ROWS_ACROSS;
     return p->b_k == 1 && p->a_k == 1 && p->m <= GK_SKINNY_ROWS_ALONG;
 }
@@ -207,11 +209,14 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     const int64_t n = gk_min_i64(p->n, x.span), batch = x.shared ? 1 : p->batch; /* of a phase */
     x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
-    /* one block that is a quarter longer is better than two short ones */
-    x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
+    /* One block that is a quarter longer is better than two short ones. Blocks of k that do not
+     * depend on M give a row the same sums in every batch. */
+    const bool invariant = gk_batch_invariant();
+    const int64_t kb = invariant ? bl->own.kb : most->kb;
+    x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, kb + kb / 4));
     /* With a small M reading b dominates. All blocks of b but the first are prefetched during
      * the product. */
-    if (!x.shared && p->m <= GK_GEMM_SMALL_M)
+    if (!invariant && !x.shared && p->m <= GK_GEMM_SMALL_M)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread, as long as a task is worth its packing */
     const int64_t threads = gk_num_threads(ctx);
@@ -239,8 +244,11 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair * whole_cells(isa));
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
     const gk_gemm_result *e = &p->epilogue;
-    x.direct = e->out_dtype == GK_F32 && (float)e->alpha == 1 && e->activation == GK_ACT_NONE &&
-               !args->bias && !args->preact && !(args->c && args->beta != 0);
+    /* The last columns of a direct product add a block of k in another order than the others. If
+     * N is 1, rows are those columns. */
+    x.direct = !invariant && e->out_dtype == GK_F32 && (float)e->alpha == 1 &&
+               e->activation == GK_ACT_NONE && !args->bias && !args->preact &&
+               !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
     /* cells are 4 bytes; w cells behind each buffer take the overrun of narrow panels */
     x.a_rows = p->a_k == 1 || tiles;

@@ -74,6 +74,53 @@ def test_rows(name, dtype):
             assert torch.equal(getattr(gk, name)(x[row : row + 1], *weights)[0], whole[row])
 
 
+PRODUCTS = ("gemm", "gemm_nt", "gemm_tn", "linear", "int4", "mxfp4", "int8")
+
+
+def product_of(name, gen, k, n, dtype):
+    """A function of a [M, k] that multiplies it by one and the same matrix."""
+    if name in ("int4", "mxfp4", "int8"):
+        k_groups = k // 64 if name != "mxfp4" else k // 32
+        low, high = {"int4": (-8, 8), "mxfp4": (0, 16), "int8": (-127, 128)}[name]
+        codes = torch.randint(low, high, (n, k), generator=gen)
+        packed = gk.pack_weight(codes.to(torch.uint8 if name == "mxfp4" else torch.int8), name)
+        scale = torch.rand(k_groups, n, generator=gen) + 0.1
+        scale = scale.log2().floor().exp2() if name == "mxfp4" else scale.to(dtype)
+        return lambda a: gk.weight_gemm(a, packed, scale, n, name)
+    b = randn(gen, k, n, dtype=dtype)
+    if name == "linear":
+        weight, bias = b.t().contiguous(), randn(gen, n, dtype=dtype)
+        return lambda a: gk.linear(a, weight, bias, activation="gelu")
+    if name == "gemm_nt":
+        b = b.t().contiguous().t()
+    if name == "gemm_tn":
+        return lambda a: gk.gemm(a.t().contiguous().t(), b)
+    return lambda a: gk.gemm(a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_on_the_cpu(name, dtype):
+    """With the switch on, a row has the same bits alone and in batches of every kind of plan: read
+    in place, small, packed, with a shared b."""
+    if name in PRODUCTS[4:] and dtype not in FLOATS[1:3]:
+        pytest.skip("weight_gemm takes 16-bit a")
+    gen, draw = generator("products", name, dtype), random.Random(name)
+    differ = 0
+    for rows, k, n in ((40, 64, 96), (300, 2048, 160), (130, 1088, 1), (400, 1344, 520)):
+        f, a = product_of(name, gen, k, n, dtype), randn(gen, rows, k, dtype=dtype)
+        with gk.batch_invariant():
+            whole = f(a)
+        for size in (1, 2, 5, 9, 20, 70, 129):
+            low = draw.randint(0, max(rows - size, 0))
+            part = a[low : low + size]
+            with gk.batch_invariant():
+                assert torch.equal(f(part), whole[low : low + size]), (rows, k, n, size)
+            differ += not torch.equal(f(part), f(a)[low : low + size])
+    # without the switch they do differ; 16 bits round most of it away
+    assert differ or dtype != torch.float32
+
+
 def test_switch():
     assert not switches.is_batch_invariant
     gk.batch_invariant(True)

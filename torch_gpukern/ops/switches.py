@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Switches of the process that public functions read."""
 
+from .._library import ops
+
 __all__ = ["batch_invariant"]
 
 # Compiled code guards on this variable, so changing it compiles functions again.
@@ -8,10 +10,12 @@ is_batch_invariant = False
 
 
 class batch_invariant:
-    """Switches batch-invariant attention over a paged cache on or off, for the process.
+    """Switches batch invariance on or off, for the process.
 
     While it is on, every `paged_attn` call behaves as with ``batch_invariant=True``: the bits of a
-    sequence's results depend on that sequence alone, not on the other sequences of the call. A
+    sequence's results depend on that sequence alone, not on the other sequences of the call. On the
+    CPU the bits of a row of `gemm`, `linear` and `weight_gemm` then depend on that row and on the
+    other operand alone. docs/numerics.md says what holds for the other ops, and on CUDA. A
     captured graph keeps the state at its capture. A plain call switches for good. As a context
     manager, it restores the previous state.
 
@@ -32,6 +36,7 @@ class batch_invariant:
             )
         self.before = is_batch_invariant
         is_batch_invariant = on
+        ops.set_batch_invariant(on)
 
     def __enter__(self) -> None:
         pass
@@ -39,3 +44,4 @@ class batch_invariant:
     def __exit__(self, *_: object) -> None:
         global is_batch_invariant
         is_batch_invariant = self.before
+        ops.set_batch_invariant(self.before)

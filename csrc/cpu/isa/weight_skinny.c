@@ -14,6 +14,7 @@
  * A task is 64 columns of the result. It reads its row of tiles, which are consecutive in
  * memory. Workspace: the reordered a; per worker the sums and the results. Not served: larger M,
  * an e4m3 a. */
+#include "../../core/invariant.h"
 #include "../../formats/weight_tile.h"
 #include "codes_vec.h"
 #include "tile.h"
@@ -199,7 +200,7 @@ static bool plan_skinny(const gk_context *ctx, const void *args, gk_plan *plan) 
     p->group_log2 = gk_group_log2(p->k, g->scale.shape[0]);
     /* with 8 bits a lane's four values come from both halves of the tile, which must share a
      * group */
-    if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 ||
+    if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 || gk_batch_invariant() ||
         (!gk_is_4_bit(g->format) && p->group_log2 < 6))
         return false;
     p->tiles_k = gk_ceil_div(p->k, GK_TILE);
