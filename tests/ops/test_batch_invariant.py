@@ -60,6 +60,33 @@ def test_paged_attn(tokens, dtype, device):
             assert torch.equal(alone_lse, lse[its])
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_paged_attn_beside_longer_ones(dtype):
+    """On the CPU a sequence with few tokens beside one with many, and the same alone."""
+    gen = generator("beside longer ones", dtype)
+    for heads, tokens in (((8, 2), 2), ((8, 2), 3), ((16, 2), 7), ((2, 2), 5)):
+        q, *caches, table, lens = batch_of(gen, [70, 200], 40, heads, 80, 16, dtype, None, "cpu")
+        q, starts = q[: tokens + 40], torch.tensor([0, tokens, tokens + 40], dtype=torch.int32)
+        how = {"cu_seqlens_q": starts, "max_seqlen_q": 40, "batch_invariant": True}
+        out = gk.paged_attn(q, *caches, table, lens, **how)
+        alone = gk.paged_attn(q[:tokens], *caches, table[:1], lens[:1], batch_invariant=True)
+        assert torch.equal(alone, out[:tokens])
+
+
+def test_paged_attn_in_a_large_table():
+    """On the CPU chunks of a context keep their length in an invariant call, however many keys the
+    table has room for."""
+    gen = generator("large table")
+    q, *caches, table, lens = batch_of(
+        gen, [3000, 900], 1, (4, 2), 64, 16, torch.float32, None, "cpu"
+    )
+    wide = torch.zeros(2, 300_000, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    plain = gk.paged_attn(q, *caches, table, lens)
+    assert torch.equal(gk.paged_attn(q, *caches, wide, lens, batch_invariant=True), plain)
+    assert not torch.equal(gk.paged_attn(q, *caches, wide, lens), plain)
+
+
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("name", ("rms_norm", "layer_norm", "softmax", "log_softmax", "swiglu"))
 def test_rows(name, dtype):

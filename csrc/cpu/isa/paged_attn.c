@@ -17,7 +17,8 @@
  *   few lanes   the time is that of reading the keys, so each key is read once for all lanes of its
  *               head. A task is one chunk of the context of one sequence, for some kv heads. It
  *               leaves partial O, m and l, which merge_task adds up chunk by chunk in order:
- *               results depend on the chunk size of blocks.h alone.
+ *               results depend on the chunk size alone. Large tables have longer chunks, unless
+ *               the call is batch-invariant.
  *
  * A chunk goes through its keys in tiles of blocks->tile keys of all its heads:
  *
@@ -103,6 +104,10 @@ static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
     return x;
 }
 
+INLINE bool is_invariant(const gk_paged_attn_args *a) {
+    return (a->flags & GK_PAGED_BATCH_INVARIANT) != 0;
+}
+
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     paged_job job = {.args = a, .blocks = &SYM(gk_paged_attn_blocks)};
     job.batch = a->seq_lens.shape[0];
@@ -126,15 +131,15 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
                           .group = group,
                           .bq = bq,
                           .bkv = row->bkv,
-                          .sum_cells = attn_sum_cells(a->q.dtype, job.max_tokens),
                           .out = a->out.data,
                           .lse = a->lse.data,
                           .decoded_bytes = paged_decoded_bytes(a)};
 
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
-    job.chunk =
-        gk_max_i64(job.blocks->chunk,
-                   gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
+    job.chunk = job.blocks->chunk;
+    if (!is_invariant(a))
+        job.chunk = gk_max_i64(
+            job.chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
     job.lanes = gk_min_i64(job.max_tokens * group, job.blocks->max_lanes);
     job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
     job.heads = gk_max_i64(1, job.heads_kv);
@@ -713,11 +718,13 @@ static void block_task(const paged_job *job, int64_t task, int64_t worker) {
                   blocks = gk_ceil_div(lanes_in_all, job->attn.bq);
     const int64_t first =
         (blocks - 1 - (task - job->first_block[b]) / job->heads_kv) * job->attn.bq;
+    /* The sums of a sequence follow from its own tokens, whatever the others of the call have. */
+    attn_job own = job->attn;
+    own.sum_cells = attn_sum_cells(own.dtype, x.seq_q);
     attn_lanes lanes;
-    attn_lanes_fill(&lanes, &job->attn, &x, b, h_kv, first,
-                    gk_min_i64(job->attn.bq, lanes_in_all - first));
+    attn_lanes_fill(&lanes, &own, &x, b, h_kv, first, gk_min_i64(own.bq, lanes_in_all - first));
     const attn_keys keys = keys_of(job, b, h_kv);
-    attn_block(&job->attn, &lanes, &keys, scale_of(job, h_kv), head_scale(job->args->v_scale, h_kv),
+    attn_block(&own, &lanes, &keys, scale_of(job, h_kv), head_scale(job->args->v_scale, h_kv),
                job->scratch + worker * job->scratch_bytes);
 }
 
@@ -740,8 +747,9 @@ static int64_t max_tasks(const paged_job *job) {
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     paged_job *job = GK_OWN(paged_job, to);
     *job = job_make(ctx, args);
-    /* tiles are for more lanes than these, whose keys avx512 reads as fast */
-    if (TILED && job->max_tokens * job->attn.group <= 4) return false;
+    /* Tiles are for more lanes than these, whose keys avx512 reads as fast. The longest sequence
+     * decides, which an invariant call must not depend on. */
+    if (TILED && !is_invariant(args) && job->max_tokens * job->attn.group <= 4) return false;
     to->tile[0] = job->attn.bq;
     to->tile[2] = job->max_chunks ? job->chunk : 0;
     to->tile[1] =
