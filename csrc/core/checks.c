@@ -344,6 +344,11 @@ bool gk_serves_head_dim(gk_device device, int64_t d) {
 
 gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d) {
     if (gk_serves_head_dim(device, d)) return GK_OK;
+    if (device == GK_CUDA && head_dim_fits(device, d, GK_CACHE_HEAD_DIM))
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "%s has head_dim %lld; supported on CUDA are multiples of 8 from 8 to %lld; "
+                       "wider heads run on the CPU, or without gradients in paged_attn",
+                       name, (long long)d, (long long)most_head_dim(device));
     return refuse_head_dim(name, device, d, most_head_dim(device));
 }
 
