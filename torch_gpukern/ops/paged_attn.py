@@ -94,13 +94,13 @@ def paged_attn(
             CUDA requires is_causal or a window_right of 0, and clamps bad contents of such a call
             without a report.
         batch_invariant: the bits of a sequence's results depend on that sequence alone, not on the
-            others of the call. `torch_gpukern.batch_invariant` switches this on for every call. On
-            the CPU it is always so. docs/numerics.md has the cost on CUDA.
+            others of the call. `torch_gpukern.batch_invariant` switches this on for every call.
+            docs/numerics.md says when it holds anyway on the CPU, and what it costs on CUDA.
         prefix: keys that sequences of the call share, which are then read once for all of them. The
-            result is that of the call without it, within one rounding of q's dtype on each side.
-            Not beside kv_start. With window_left, alibi_slopes or batch_invariant a query's part
-            of the shared keys depends on its own position or must not depend on the others; the
-            call then reads every sequence by itself.
+            result is that of the call without it, but for one rounding to q's dtype of the shared
+            part and of the own part. Not beside kv_start. With window_left, alibi_slopes or
+            batch_invariant, prefix is not used: windows and slopes need each query's own distance
+            from the shared keys.
         return_lse: return ``(out, lse)``.
 
     Returns:
