@@ -33,43 +33,72 @@ def two_sum(a, b):
     return s, (a - (s - t)) + (b - t)
 
 
+def _power(exponent):
+    """2^exponent of a normal number, from its bits, because pow may be off by a rounding."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
 def _scaled(x, exponent):
-    """x 2^exponent, rounded only if it is subnormal. Powers of two are built from bits, because pow
-    may be off by a rounding."""
-    half = exponent // 2
-    for e in (half, exponent - half):
-        x = x * ((e.long() + 1023) << 52).view(torch.float64)
-    return x
+    """x 2^exponent, rounded only if it is subnormal."""
+    half = exponent >> 1
+    return x * _power(half) * _power(exponent - half)
 
 
-def _slices(x, dim, bits):
-    """(slices, exponents) with x = 2^exponent * sum(slices), the largest slice first."""
-    exponent = torch.frexp(x.abs().amax(dim, keepdim=True))[1]
-    rest, slices = _scaled(x, -exponent), []
-    for i in range(1, -(-WANTED // bits) + 1):
-        slices.append((rest * 2.0 ** (bits * i)).round() * 2.0 ** (-bits * i))
-        rest = rest - slices[-1]
-    return slices, exponent
+def _exponent(x):
+    """The exponents of x, as integers of 64 bits."""
+    return torch.frexp(x)[1].long()
+
+
+def _slices(x, exponent, bits, dim, largest_last):
+    """x as a sum of slices, which lie one behind the other along dim. Slice i, from 1 for the
+    largest one, is a multiple of 2^(exponent - bits i)."""
+    n, size = -(-WANTED // bits), x.shape[dim]
+    assert n <= 6, f"{n} slices: sums of their products need more than {BITS} bits"
+    shape = list(x.shape)
+    shape[dim] *= n
+    out = x.new_empty(shape)
+    for i in range(1, n + 1):
+        part = out.narrow(dim, (n - i if largest_last else i - 1) * size, size)
+        rounds = 1.5 * _power(exponent + (52 - bits * i))  # adding it rounds to the slice's unit
+        torch.add(x, rounds, out=part)
+        part -= rounds
+        if i < n:
+            x = x - part
+    return out
 
 
 def _product(a, b):
-    """a @ b of float64 matrices, rounded once."""
-    if not a.shape[-1] or not a.numel() or not b.numel():
+    """a @ b of float64 matrices, rounded once.
+
+    The products of slices i and j with the same i + j are multiples of one unit. The first slice
+    has at most 2^bits units, each of the others at most 2^(bits - 1). So with up to six slices, the
+    sum of all products with the same i + j has at most 2^53 units. It is exact, and one product of
+    PyTorch computes it.
+    """
+    k = a.shape[-1]
+    if not k or not a.numel() or not b.numel():
         return a @ b
-    plain = a @ b  # has the infinities and NaN
-    bits = (BITS - math.ceil(math.log2(a.shape[-1])) - 1) // 2
-    x, up = _slices(torch.where(a.isfinite(), a, 0.0), -1, bits)
-    y, right = _slices(torch.where(b.isfinite(), b, 0.0), -2, bits)
-    total = lost = None
-    for order in reversed(range(len(x))):  # small products first
-        for i in range(order + 1):
-            part = x[i] @ y[order - i]
-            if total is None:
-                total, lost = part, torch.zeros_like(part)
-            else:
-                total, more = two_sum(total, part)
-                lost = lost + more
-    return torch.where(plain.isfinite(), _scaled(total + lost, up + right), plain)
+    plain = None
+    of_rows, of_columns = a.abs().amax(-1, keepdim=True), b.abs().amax(-2, keepdim=True)
+    if not (of_rows.isfinite().all() and of_columns.isfinite().all()):
+        plain = a @ b  # has the infinities and NaN
+        a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
+        of_rows, of_columns = a.abs().amax(-1, keepdim=True), b.abs().amax(-2, keepdim=True)
+    up, right = _exponent(of_rows), _exponent(of_columns)
+    back = None
+    if max(x.abs().max().item() for x in (up, right)) > 300:  # slices might over- or underflow
+        back = up + right
+        a, b, up, right = _scaled(a, -up), _scaled(b, -right), up * 0, right * 0
+    bits = (BITS - math.ceil(math.log2(k)) - 1) // 2
+    x, y = _slices(a, up, bits, -1, False), _slices(b, right, bits, -2, True)
+    total, lost = x @ y, 0.0  # the smallest products; all i + j are alike
+    for width in range(x.shape[-1] - k, 0, -k):
+        total, more = two_sum(total, x[..., :width] @ y[..., -width:, :])
+        lost = lost + more
+    total = total + lost
+    if back is not None:
+        total = _scaled(total, back)
+    return total if plain is None else torch.where(plain.isfinite(), total, plain)
 
 
 def _total(x, dim, keepdim=False):
@@ -125,7 +154,16 @@ def _as_shape(grad, shape):
 
 
 class _MatMul(torch.autograd.Function):
-    generate_vmap_rule = True
+    @staticmethod
+    def vmap(info, in_dims, a, b):
+        both = tuple(zip((a, b), in_dims))
+        most = max(x.dim() - (dim is not None) for x, dim in both)
+        a, b = (
+            # the batch goes before the dimensions of the operand that has more of them
+            x if dim is None else x.movedim(dim, 0)[(slice(None), *[None] * (most - x.dim() + 1))]
+            for x, dim in both
+        )
+        return _MatMul.apply(a, b), 0
 
     @staticmethod
     def forward(a, b):
