@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree
 from dataclasses import replace
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import run_python
+from conftest import run_python, run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_gpukern
@@ -509,15 +508,28 @@ def test_the_same_word_is_not_said_twice(capsys, monkeypatch):
         assert commands._said("occupancy", ValueError(text)) == said
 
 
+READS_A_LINE = """
+import os, runpy, sys
+read, write = os.pipe()
+if os.fork() == 0:
+    os.close(write)
+    while os.read(read, 1) not in (b"\\n", b""):
+        pass
+    os._exit(0)
+os.close(read)
+os.dup2(write, 1)
+os.close(write)
+sys.argv = ["gpukern", *%r]
+runpy.run_module("torch_gpukern", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.parametrize(
     "command", ("info --kernels", "layout (64,64):(64,1)", "occupancy --threads 128")
 )
 def test_a_reader_that_has_enough(command):
     """`gpukern info | head -1` gives no traceback, and the status that a shell gives."""
-    script = f"set -o pipefail; {sys.executable} -m torch_gpukern {command.replace('(', chr(92) + '(').replace(')', chr(92) + ')')} | (read x; exec 0<&-; sleep 0.1)"  # noqa: E501
-    done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
+    done = run_python(READS_A_LINE % command.split(), check=False)
     assert done.stderr == "" and done.returncode in (0, 141)
 
 
@@ -566,9 +578,7 @@ def test_bench_names_what_there_is(capsys):
     for path in folder.glob("bench_*.py"):
         assert re.search(rf"^benchmarks/{path.name} +\w", out, re.M)
     assert all(re.search(rf"^{op} ", out, re.M) for op in bench.BENCHES)
-    listed = subprocess.run(
-        [sys.executable, folder / "bench_scaled_gemm.py", "--list"], capture_output=True, text=True
-    )
+    listed = run_script(folder / "bench_scaled_gemm.py", "--list")
     groups = dict(line.split(": ") for line in listed.stdout.splitlines())
     assert {"tensor", "row", "block", "int8"} <= set(groups) and "1024x1024x1024 bf16" in groups[
         "block"

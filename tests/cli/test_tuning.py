@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -337,32 +336,30 @@ def test_a_write_that_fails_leaves_the_old_file(path, monkeypatch):
 
 def test_writers_at_once_lose_nothing_and_readers_see_whole_files(path):
     cache.save(path, GPU, {"first": {"row": "t"}})
-    code = """
-    import sys
-    from pathlib import Path
-    from torch_gpukern.tuning import cache
-    for i in range(25):
-        cache.save(Path({path!r}), "{gpu}", {{f"{number} {{i}}": {{"row": "t" * 500}}}})
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    writers = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "if True:" + code.format(path=str(path), gpu=GPU, number=number),
-            ],
-            env=environment,
-            cwd=Path(__file__).parent,
-        )
-        for number in range(4)
-    ]
-    reads = 0
-    while any(writer.poll() is None for writer in writers):
-        devices, problem = cache.read(path)
-        assert not problem and "first" in devices[GPU]["gemm"]
-        reads += 1
-    assert all(writer.returncode == 0 for writer in writers) and reads > 10
+    done = run_python(f"""
+        import os
+        from pathlib import Path
+        from torch_gpukern.tuning import cache
+
+        path, gpu, writers = Path({str(path)!r}), {GPU!r}, []
+        for number in range(4):
+            if not (child := os.fork()):
+                for i in range(25):
+                    cache.save(path, gpu, {{f"{{number}} {{i}}": {{"row": "t" * 500}}}})
+                os._exit(0)
+            writers.append(child)
+        reads = 0
+        while writers:
+            devices, problem = cache.read(path)
+            assert not problem and "first" in devices[gpu]["gemm"]
+            reads += 1
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended:
+                assert status == 0
+                writers.remove(ended)
+        print(reads)
+    """)
+    assert int(done.stdout) > 10
     names = {f"{number} {i}" for number in range(4) for i in range(25)} | {"first"}
     assert set(cache.read(path)[0][GPU]["gemm"]) == names and os.listdir(path.parent) == [path.name]
 

@@ -40,10 +40,9 @@ def make():
     return model
 
 
-def main():
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def main(rank, store):
     torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     gen = torch.Generator().manual_seed(5)
     batches = [torch.randint(3, 70, (4, 16), generator=gen) for _ in range(3)]
     alone = make()
@@ -60,9 +59,4 @@ def main():
         if q.requires_grad:
             whole = p.full_tensor()
             torch.testing.assert_close(whole, q, rtol=2e-2, atol=2e-3, msg=name)
-    print("as one process", flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,12 +3,11 @@
 save and resume."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 from torch import nn
 
 peft = pytest.importorskip("peft")
@@ -193,12 +192,16 @@ def test_adapters_load_over_a_quantised_base(tmp_path):
     assert torch.equal(again(IDS).logits, trained(IDS).logits)
 
 
-RANK = Path(__file__).with_name("fsdp_lora.py")
-
-
-def test_fsdp2_on_two_ranks():
+def test_fsdp2_on_two_ranks(tmp_path):
     """The adapters of two ranks' steps are those of one process over the whole batch."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*command, str(RANK)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("as one process") == 2, done.stdout
+    run_python(f"""
+        import sys
+        import torch.multiprocessing
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import fsdp_lora, test_integrations_peft
+        test_integrations_peft.transformers.LlamaForCausalLM  # imported once, for both ranks
+
+        torch.multiprocessing.start_processes(
+            fsdp_lora.main, ({str(tmp_path / "store")!r},), nprocs=2, start_method="fork"
+        )
+    """)
