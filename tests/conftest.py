@@ -450,18 +450,37 @@ def shuffled(gen, *tensors):
     return tuple(map(one, tensors))
 
 
+class Lazily:
+    """The values of a generator. Each is computed when it is first asked for, and then kept."""
+
+    def __init__(self, values):
+        self._rest, self._known = iter(values), []
+
+    def __iter__(self):
+        for i in itertools.count():
+            if i == len(self._known):
+                try:
+                    self._known.append(next(self._rest))
+                except StopIteration:
+                    return
+            yield self._known[i]
+
+    def __getitem__(self, i):
+        return next(itertools.islice(self, i, None))
+
+
 def assert_close_as(yardstick, got, ref, what="out", sources=None):
     """Asserts that `got` is as close to `ref` as PyTorch's own op: its maximum and RMS errors are
     at most twice PyTorch's, plus one rounding. The rounding is one unit in the last place of got's
     dtype at max|ref|.
 
     Args:
-        yardstick: PyTorch's result in got's dtype; or a list of such results that differ only in
-            the order of a sum, since one result with few elements may be exact by luck; or a
-            function. The function returns such a list for 0. For 1, 2, .. it returns pairs of
+        yardstick: PyTorch's result in got's dtype; or an iterable of such results that differ only
+            in the order of a sum, since one result with few elements may be exact by luck; or a
+            function. The function returns such an iterable for 0. For 1, 2, .. it returns pairs of
             PyTorch's result and the reference on other, similar inputs, one draw per call. The
-            bound is the worst of draws_of(finite values) draws. More draws only raise the bound, so
-            they stop as soon as got is within it.
+            bound is the worst of draws_of(finite values) draws. Each yardstick only raises the
+            bound, so no more of them are asked for as soon as got is within it.
         sources: the number of independent errors, if values share roundings. (With few queries, all
             of dk depends on one or two scores.)
 
@@ -490,13 +509,27 @@ def assert_close_as(yardstick, got, ref, what="out", sources=None):
     assert error.isfinite().all(), f"{what}: {int((~error.isfinite()).sum())} values are not finite"
     largest = wanted.abs().max().item()
     rounding = eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
-    worst_max = worst_rms = 0.0
+    mine = {"max": error.max().item(), "RMS": _rms(error)}
+    worst = dict.fromkeys(mine, 0.0)
     nonzero = False
+
+    def wrong():
+        """How the first error that is beyond the bound compares with it, or None."""
+        for name, own in worst.items():
+            if mine[name] > (3 if got_dtype == torch.float64 else 2) * own + rounding:
+                return (
+                    f"{what}: {name} error {mine[name]:.3e}, PyTorch makes {own:.3e}, one rounding "
+                    f"is {rounding:.3e}"
+                )
+        return None
+
+    if wrong() is None:
+        return
     for draw in range(
         draws_of(min(wanted.numel(), sources or wanted.numel())) if callable(yardstick) else 1
     ):
         found = yardstick(draw) if callable(yardstick) else yardstick
-        for y in found if isinstance(found, list) else [found]:
+        for y in [found] if isinstance(found, (torch.Tensor, tuple)) else found:
             y, exact = y if isinstance(y, tuple) else (y, ref)
             assert y.shape == ref.shape, f"{what}: yardstick has shape {tuple(y.shape)}"
             unit = eps / torch.finfo(y.dtype).eps if got_dtype == torch.float64 else 1.0
@@ -505,21 +538,12 @@ def assert_close_as(yardstick, got, ref, what="out", sources=None):
             if largest >= least and not y.any():
                 continue  # its error would be as large as ref
             nonzero = True
-            worst_max = max(worst_max, (y - exact).abs().max().item() * unit)
-            worst_rms = max(worst_rms, _rms(y - exact) * unit)
+            worst["max"] = max(worst["max"], (y - exact).abs().max().item() * unit)
+            worst["RMS"] = max(worst["RMS"], _rms(y - exact) * unit)
+            if wrong() is None:
+                return
         assert nonzero, f"{what}: the yardstick itself is zero"
-        wrong = [
-            f"{what}: {name} error {mine:.3e}, PyTorch makes {own:.3e}, one rounding is "
-            f"{rounding:.3e}"
-            for name, mine, own in (
-                ("max", error.max().item(), worst_max),
-                ("RMS", _rms(error), worst_rms),
-            )
-            if mine > (3 if got_dtype == torch.float64 else 2) * own + rounding
-        ]
-        if not wrong:
-            return
-    raise AssertionError(wrong[0])
+    raise AssertionError(wrong())
 
 
 def yard_dtype(dtype):
@@ -753,7 +777,7 @@ def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
     q, k, v, ref_lse, sinks, rules = on_cpu((q, k, v, ref_lse, sinks, rules))
     dtype = yard_dtype(q.dtype)
     more = dict(softcap=softcap, sinks=sinks)
-    yards = [run[1] for run in reordered(q, k, v, {**rules, **more})]
+    yield from (run[1] for run in reordered(q, k, v, {**rules, **more}))
     if q.dtype in HALF and q.numel() and k.numel():
         q, k = q.contiguous(), k.contiguous()
         rules = for_dtype(rules, dtype)
@@ -774,8 +798,7 @@ def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
         )[1]
         plain = reference.flash_attn(*f64((q, k, k)), scale=scale, **f64(rules), return_lse=True)[1]
         error = lse.double() - math.log(times) - plain
-        yards.append((ref_lse + error.masked_fill(empty[..., 0], 0.0)).float())
-    return yards
+        yield (ref_lse + error.masked_fill(empty[..., 0], 0.0)).float()
 
 
 def flipped(
@@ -876,8 +899,8 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     """reference.flash_attn in the yardstick's dtype with sums in several orders, which shows the
     errors to expect in that dtype.
 
-    Returns a list of [out, lse]; with grad_out of [out, lse, dq, dk, dv, dsinks], by autograd and
-    by flash_gradients. Permuting a head_dim, or queries and keys together, changes only the order
+    Gives [out, lse] for each order, lazily; with grad_out [out, lse, dq, dk, dv, dsinks], by
+    autograd and by flash_gradients. Permuting a head_dim, or queries and keys together, changes only the order
     of sums.
     """
     rounds_weights = q.is_cuda and q.dtype in HALF
@@ -885,9 +908,13 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     dtype = yard_dtype(q.dtype)
     gen = generator("reordered", q.shape[-1])
     q, k, v = (t.detach().to(dtype) for t in (q, k, v))
-    results = []
+    return Lazily(_reordered(q, k, v, kwargs, grad_out, grad_lse, gen, rounds_weights))
+
+
+def _reordered(q, k, v, kwargs, grad_out, grad_lse, gen, rounds_weights):
+    given = 0
     for flip, shuffle in itertools.product((False, True), repeat=2):
-        args = {"scale": None, **for_dtype(kwargs, dtype)}
+        args = {"scale": None, **for_dtype(kwargs, q.dtype)}
         leaves, back, back_v = [q, k, v], slice(None), slice(None)
         grads = [grad_out, grad_lse]
         if flip:
@@ -912,7 +939,7 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
         out, lse = reference.flash_attn(*leaves, sinks=sinks, **args, return_lse=True)
         values = [undo("out", out.detach()), undo("lse", lse.detach())]
         if grad_out is None:
-            results.append(values)
+            yield values
             continue
         pairs = [
             (r, g.to(r.dtype))
@@ -923,17 +950,15 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
         autograd = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
         autograd.append(None if sinks is None else sinks.grad)
         with torch.no_grad():
-            peak = 0.25 * len(results) if rounds_weights else None
+            peak = 0.25 * given if rounds_weights else None
             flash = flash_gradients(*leaves, *grads, sinks, **args, peak=peak)
         for found in (autograd, flash):
-            results.append(
-                values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)]
-            )
-    return results
+            given += 1
+            yield values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)]
 
 
 def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
-    """`reordered` for each sequence of flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks].
+    """`reordered` for each sequence of flash_attn_varlen: [out, lse, dq, dk, dv, dsinks], lazily.
 
     Sequences with the same lengths are computed as one batch, because there may be hundreds of
     small ones.
@@ -954,20 +979,20 @@ def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
         pairs = ((q, rows_q), (k, rows_k), (v, rows_k), (grad_out, rows_q))
         *leaves, grad = (t[rows.to(t.device)].transpose(1, 2) for t, rows in pairs)
         parts.append(((rows_q, rows_k), reordered(*leaves, args, grad)))
-    results = []
-    for i, first in enumerate(parts[0][1]):
-        whole = []
-        for j, name in enumerate(("out", "lse", "dq", "dk", "dv")):
-            of_k = name in ("dk", "dv")
-            shape = (k if of_k else q).shape[0], *first[j].transpose(1, 2).shape[2:]
-            whole.append(first[j].new_full(shape, -math.inf if name == "lse" else 0.0))
-            for rows, runs in parts:
-                whole[-1][rows[of_k]] = runs[i][j].transpose(1, 2)
-        whole.append(
-            None if first[5] is None else torch.stack([runs[i][5] for _, runs in parts]).sum(0)
-        )
-        results.append(whole)
-    return results
+
+    def joined():
+        for runs in zip(*(run for _, run in parts)):
+            first, whole = runs[0], []
+            for j, name in enumerate(("out", "lse", "dq", "dk", "dv")):
+                of_k = name in ("dk", "dv")
+                shape = (k if of_k else q).shape[0], *first[j].transpose(1, 2).shape[2:]
+                whole.append(first[j].new_full(shape, -math.inf if name == "lse" else 0.0))
+                for (rows, _), run in zip(parts, runs):
+                    whole[-1][rows[of_k]] = run[j].transpose(1, 2)
+            sinks = None if first[5] is None else torch.stack([run[5] for run in runs]).sum(0)
+            yield [*whole, sinks]
+
+    return Lazily(joined())
 
 
 def logit_dtype(dtype):
@@ -1118,8 +1143,8 @@ def check_paged(case, out, lse, kwargs, what=""):
     def yards(draw, which):
         like = case.like(gen) if draw else case
         want = like.dense(torch.float64, with_lse, **f64(kwargs)) if draw else refs
-        found = [like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
-        return [(y[which], want[which]) for y in found]
+        found = (like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse))
+        return ((y[which], want[which]) for y in found)
 
     # the elements of a row of out share the roundings of its scores
     for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):

@@ -17,6 +17,7 @@ from conftest import (
     LENGTHS,
     MODIFIERS,
     MORE_MODIFIERS,
+    Lazily,
     assert_close_as,
     f64,
     far_apart,
@@ -108,10 +109,19 @@ def yardsticks(q, k, v, kwargs, gen):
     own = on_device(torch_attn, q, k, v, kwargs, gen)
     q, k, v, kwargs = on_cpu((q, k, v, kwargs))
     cast, narrow = [t.to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
-    yards = [torch_attn(*cast, order=o, **narrow) for o in orders(gen, k.shape[2])] + own
-    if yards[0] is None or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
-        yards = [y for y in yards if y is not None] + [run[0] for run in reordered(q, k, v, kwargs)]
-    return yards
+    chosen = orders(gen, k.shape[2])
+
+    def each():
+        expressed = False
+        for order in chosen:
+            if (y := torch_attn(*cast, order=order, **narrow)) is not None:
+                expressed = True
+                yield y
+        yield from own
+        if not expressed or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
+            yield from (run[0] for run in reordered(q, k, v, kwargs))
+
+    return Lazily(each())
 
 
 def check_forward(q, k, v, gen, **kwargs):
@@ -126,7 +136,7 @@ def check_forward(q, k, v, gen, **kwargs):
             x = shuffled(gen, *x)
             want = reference.flash_attn(*f64(x), **f64(kwargs), return_lse=True)
         found = lse_yardsticks(*x, want[1], **kwargs) if of_lse else yardsticks(*x, kwargs, gen)
-        return [(y, want[of_lse]) for y in found]
+        return ((y, want[of_lse]) for y in found)
 
     assert_close_as(partial(yards, of_lse=False), out, ref, sources=lse.numel())
     assert_close_as(partial(yards, of_lse=True), lse, ref_lse, "lse")
@@ -542,26 +552,28 @@ def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
         {n: t.cpu().to(dtype) for n, t in zip("qkv", (q, k, v))},
         for_dtype(on_cpu(kwargs), dtype),
     )
-    yards = []
-    if grad_lse is None and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
-        # each order of the keys with an order of the features: in rows with few keys, only the latter
-        # changes a sum
-        for order, by in zip(orders(gen, k.shape[2]), orders(gen, q.shape[3])):
+    plain = grad_lse is None and sinks is None and torch_attn(*cast.values(), **narrow) is not None
+    # each order of the keys with an order of the features: in rows with few keys, only the latter
+    # changes a sum
+    chosen = list(zip(orders(gen, k.shape[2]), orders(gen, q.shape[3]))) if plain else []
+
+    def on_gpu(*qkv, order, **rules):
+        return backward(partial(torch_attn, order=order, **rules), dict(zip("qkv", qkv)), grad_out)
+
+    own = on_device(on_gpu, q, k, v, kwargs, gen) if plain else []
+
+    def each():
+        for order, by in chosen:
             by = torch.arange(q.shape[3]) if by is None else by
             permuted = {"q": cast["q"][..., by], "k": cast["k"][..., by], "v": cast["v"]}
             yard = backward(partial(torch_attn, order=order, **narrow), permuted, grad_out.cpu())
-            yards.append({n: y[..., by.argsort()] if n in "qk" else y for n, y in yard.items()})
+            yield {n: y[..., by.argsort()] if n in "qk" else y for n, y in yard.items()}
+        yield from own
+        if not plain or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
+            for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
+                yield dict(zip(("q", "k", "v", "sinks"), run[2:]))
 
-        def on_gpu(*qkv, order, **rules):
-            return backward(
-                partial(torch_attn, order=order, **rules), dict(zip("qkv", qkv)), grad_out
-            )
-
-        yards += on_device(on_gpu, q, k, v, kwargs, gen)
-    if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
-        for run in reordered(q, k, v, {**kwargs, "sinks": sinks}, grad_out, grad_lse):
-            yards.append(dict(zip(("q", "k", "v", "sinks"), run[2:])))
-    return yards
+    return Lazily(each())
 
 
 def rules_of_draw(rules, draw):
@@ -594,7 +606,7 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
 
     def yards(draw, name):
         want, found = draw_of(draw)
-        return [(y[name], want[name]) for y in found]
+        return ((y[name], want[name]) for y in found)
 
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
@@ -1241,17 +1253,19 @@ def check_varlen(args, kwargs, gen, what=""):
             )
         )
         if len(cu_q) == 1:  # no sequence
-            return want, {name: [t] for name, t in mine.items()}
-        found = dict(zip(mine, map(list, zip(*reordered_packed(*x, cu_q, cu_k, rules, grad)))))
+            return want, [mine]
+        runs = reordered_packed(*x, cu_q, cu_k, rules, grad)
         x, *cu, narrow = on_cpu((list(x), cu_q, cu_k, for_dtype(rules, dtype)))
-        found["out"].append(
-            per_sequence(sdpa_or_reference, *(t.to(dtype) for t in x), *cu, **narrow)
-        )
-        return want, found
+
+        def each():
+            yield from (dict(zip(mine, run)) for run in runs)
+            yield {"out": per_sequence(sdpa_or_reference, *(t.to(dtype) for t in x), *cu, **narrow)}
+
+        return want, Lazily(each())
 
     def yards(draw, name):
         want, found = draw_of(draw)
-        return [(y, want[name]) for y in found[name]]
+        return ((y[name], want[name]) for y in found if name in y)
 
     for name, t in mine.items():
         assert_close_as(

@@ -14,6 +14,7 @@ from conftest import (
     HALF,
     LAYOUTS,
     TORCH_ACTIVATION,
+    Lazily,
     assert_close_as,
     f64,
     far_apart,
@@ -76,7 +77,7 @@ def check(a, b, got=None, what="out", gen=None, **kwargs):
         # on a CPU with AMX, PyTorch's bfloat16 product reads the NaN between rows
         operands = [t.contiguous() for t in operands]
         plain = {n: t for n, t in cast.items() if n != "fp32_precision"}
-        return [(torch_gemm(*operands, order=o, **plain), want) for o in orders(gen, a.shape[-1])]
+        return ((torch_gemm(*operands, order=o, **plain), want) for o in orders(gen, a.shape[-1]))
 
     assert_close_as(yards, got, ref, what)
     return got
@@ -725,35 +726,38 @@ def test_backward(case, device):
         cast = {name: t.to(dtype) for name, t in inputs.items()}
         return want, cast, [gradients(lambda **t: torch_gemm(**t, **kwargs), cast, grad)[1]]
 
-    ref, cast, yards = draw_of(tensors)
-    draws = [(ref, cast, yards)]
+    ref, cast, plain = draw_of(tensors)
     # Other orders of the sums over rows and columns: permute the problem, then the gradients back.
-    for _ in range(3):
-        rows, cols = (torch.randperm(n, generator=gen) for n in shape[-2:])
-        mixed = {"a": cast["a"][..., rows, :], "b": cast["b"][..., cols]}
-        if "bias" in cast:
-            mixed["bias"] = cast["bias"][cols]
-        if "c" in cast:
-            mixed["c"] = (
-                cast["c"][..., cols] if cast["c"].dim() == 1 else cast["c"][..., rows, :][..., cols]
-            )
-        back = gradients(
-            lambda **t: torch_gemm(**t, **kwargs), mixed, grad[..., rows, :][..., cols]
-        )[1]
-        undo_rows, undo_cols = rows.argsort(), cols.argsort()
-        back["a"], back["b"] = back["a"][..., undo_rows, :], back["b"][..., undo_cols]
-        if "bias" in back:
-            back["bias"] = back["bias"][undo_cols]
-        if "c" in back:
-            c = back["c"][..., undo_cols]
-            back["c"] = c if c.dim() == 1 else c[..., undo_rows, :]
-        yards.append(back)
+    permuted = [[torch.randperm(n, generator=gen) for n in shape[-2:]] for _ in range(3)]
+
+    def each():
+        yield from plain
+        for rows, cols in permuted:
+            mixed = {"a": cast["a"][..., rows, :], "b": cast["b"][..., cols]}
+            if "bias" in cast:
+                mixed["bias"] = cast["bias"][cols]
+            if "c" in cast:
+                c = cast["c"][..., cols]
+                mixed["c"] = c if c.dim() == 1 else c[..., rows, :]
+            back = gradients(
+                lambda **t: torch_gemm(**t, **kwargs), mixed, grad[..., rows, :][..., cols]
+            )[1]
+            undo_rows, undo_cols = rows.argsort(), cols.argsort()
+            back["a"], back["b"] = back["a"][..., undo_rows, :], back["b"][..., undo_cols]
+            if "bias" in back:
+                back["bias"] = back["bias"][undo_cols]
+            if "c" in back:
+                c = back["c"][..., undo_cols]
+                back["c"] = c if c.dim() == 1 else c[..., undo_rows, :]
+            yield back
+
+    draws = [(ref, cast, Lazily(each()))]
 
     def yards_of(draw, name):
         if draw == len(draws):
             draws.append(draw_of(dict(zip(tensors, shuffled(gen, *tensors.values())))))
         want, _, found = draws[draw]
-        return [(y[name], want[name]) for y in found]
+        return ((y[name], want[name]) for y in found)
 
     assert out.dtype == case.dtype
     for name, t in tensors.items():

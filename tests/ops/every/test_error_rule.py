@@ -11,6 +11,7 @@ from conftest import (
     FLOATS,
     MOST_DRAWS,
     SAMPLE,
+    Lazily,
     assert_close_as,
     draws_of,
     f64,
@@ -30,7 +31,7 @@ from conftest import (
 @pytest.mark.parametrize("values", (1, 63, 64, 65, 1000, SAMPLE - 1, SAMPLE, 10 * SAMPLE))
 def test_number_of_draws_is_known_beforehand(values):
     """A result that no bound admits is found wrong after draws_of(values) draws, one that is right
-    after the first."""
+    after the first. One that is within a rounding needs none."""
     ref, asked = torch.ones(values, dtype=torch.float64), []
 
     def yards(draw):
@@ -38,6 +39,8 @@ def test_number_of_draws_is_known_beforehand(values):
         return [(ref.float() * (1 + 1e-6), ref)]
 
     assert_close_as(yards, ref.float(), ref)
+    assert asked == []
+    assert_close_as(yards, ref.float() * (1 + 1e-6), ref)
     assert asked == [0]
     asked.clear()
     with pytest.raises(AssertionError, match="max error"):
@@ -60,6 +63,25 @@ def test_large_results_are_held_to_their_own_inputs():
 
     with pytest.raises(AssertionError, match="max error 1.00"):
         assert_close_as(yards, got, ref)
+
+
+def test_no_yardstick_is_asked_for_without_need():
+    """The worst yardstick counts, wherever it stands. Those behind one that admits the result are
+    not computed, and those before it are computed once."""
+    ref, asked = torch.ones(SAMPLE, dtype=torch.float64), []
+
+    def each():
+        for error in (1e-6, 4e-6, 1.0):
+            asked.append(error)
+            yield (ref * (1 + error)).float()
+
+    yards = Lazily(each())
+    assert_close_as(yards, (ref * (1 + 7e-6)).float(), ref)
+    assert_close_as(yards, (ref * (1 + 7e-6)).float(), ref)
+    assert asked == [1e-6, 4e-6]
+    few = Lazily(y for y, _ in zip(each(), range(2)))
+    with pytest.raises(AssertionError, match="max error 8.9.*PyTorch makes 4.0"):
+        assert_close_as(few, (ref * (1 + 9e-6)).float(), ref)
 
 
 @pytest.mark.parametrize("shape", ((1, 64, 1), (5, 64, 3), (64, 64, 64)), ids=str)

@@ -642,9 +642,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 out, lse = run(*leaves, **kw, return_lse=True)
                 out.backward(grad.to(to))
                 results.append([out, lse, *(t.grad for t in leaves)])
-            yards = zip(*reordered(q, k, v, kwargs, grad))
-            for what, got, ref, yard in zip(("out", "lse", "dq", "dk", "dv"), *results, yards):
-                assert_close_as(list(yard), got, ref, f"{{dtype}} {{name}} {{what}}")
+            yards = reordered(q, k, v, kwargs, grad)
+            for i, (what, got, ref) in enumerate(zip(("out", "lse", "dq", "dk", "dv"), *results)):
+                assert_close_as((y[i] for y in yards), got, ref, f"{{dtype}} {{name}} {{what}}")
     paged = Paged(gen, [700, 33, 1], [1, 3, 1], 8, 2, 64, 48, 16, dtype)
     got = ops.paged_attn_fwd(*paged.args(), cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=3)
     run = lambda q, k, v, **kw: reference.flash_attn(q, k, v, **kw, return_lse=True)
