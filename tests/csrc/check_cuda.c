@@ -28,8 +28,11 @@
  *                  |lse| u. If only one side saw keys, its result is exact
  *  kv_cache_write  exact
  *
- * check_cuda [-v] [-n problems] [text ...]: -v prints every instance. -n sets the number of
- * problems for each instance. With texts, only instances whose name contains one of them run.
+ * check_cuda [-v] [-p] [-n problems] [-t threads] [text ...]: -v prints every instance. -n sets the
+ * number of problems for each instance, -t the number of threads of the reference. With texts, only
+ * instances whose name contains one of them run.
+ * -p draws and plans for a described Hopper GPU, and runs nothing. It needs no GPU and shows
+ * whether the draws give every instance a problem.
  *
  * Environment, for runs under a sanitizer: GK_CHECK_SMALL=1 draws few and small problems and
  * runs each once, without a graph. GK_CHECK_ONLY=text,text is the same as the texts.
@@ -182,6 +185,8 @@ static gk_status launch(const gk_cuda_instance *row, const gk_plan *plan, void *
     try_cuda(cudaGraphDestroy(captured), "cudaGraphDestroy");
     return status;
 }
+
+static bool only_plans; /* -p */
 
 static bool plan_instance(const gk_cuda_instance *row, gk_plan *plan) {
     return row->plan(row, &ctx, device_args, gk_plan_begin(plan, row));
@@ -1465,6 +1470,10 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, tested *to, int most)
 }
 
 static void try_row(tested *x) {
+    if (only_plans) {
+        ++x->problems;
+        return;
+    }
     double start = now();
     int64_t failed = check_num_failed;
     const bool rounds = strstr(x->row->name, "paged_prefill_relay") != NULL;
@@ -1514,7 +1523,7 @@ static void test_instances(int o, gk_dtype dtype, tested *rows, int num_rows, in
                             plan_instance(row, &plan);
             any = any || rows[r].wants;
         }
-        if (any) ops[o].expect();
+        if (any && !only_plans) ops[o].expect();
         for (result *r = results; r < results + num_results; ++r)
             for (int64_t i = 0; r->floor > 0 && i < gk_numel(&r->size.t); ++i)
                 check_set(&r->size.t, i, fabs(check_get(&r->size.t, i)) + r->floor / r->loss);
@@ -1533,15 +1542,36 @@ static bool drawn_elsewhere(const gk_cuda_instance *row) {
            gk_type_of(row->dtype)->bits > 16;
 }
 
+/* Finds the device and its memory. Returns the GPU, or NULL if there is none. */
+static const gk_gpu *begin(int64_t threads) {
+    ctx = (gk_context){.size = sizeof ctx, .device = GK_CUDA};
+    ref_ctx = check_context(NULL, (int32_t)gk_clamp_i64(threads, 1, 16));
+    if (only_plans) {
+        arena_d = (unsigned char *)(uintptr_t)(1 << 30); /* a plan reads no memory */
+        return gk_cuda_arch("sm_90", &ctx.index) == GK_OK ? gk_gpu_of(ctx.index) : NULL;
+    }
+    if (gk_gpu_count() == 0) return NULL;
+    cudaStream_t stream;
+    try_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    try_cuda(cudaMalloc((void **)&arena_d, DEVICE_BYTES), "cudaMalloc");
+    try_cuda(cudaMallocHost((void **)&arena_up, HOST_BYTES), "cudaMallocHost");
+    try_cuda(cudaMallocHost((void **)&arena_down, HOST_BYTES), "cudaMallocHost");
+    ctx.stream = stream;
+    ctx.error_word = gk_cuda_error_word();
+    return gk_gpu_of(0);
+}
+
 int main(int argc, char **argv) {
     bool verbose = getenv("GK_CHECK_ONLY") || getenv("GK_CHECK_PART");
-    int64_t problems = check_small() ? 3 : 16;
+    int64_t problems = check_small() ? 3 : 16, threads = sysconf(_SC_NPROCESSORS_ONLN);
     /* so that a run that is cut off shows what it has done */
     setvbuf(stdout, NULL, _IOLBF, BUFSIZ);
     for (; argc > 1 && argv[1][0] == '-'; --argc, ++argv) {
         verbose = verbose || strcmp(argv[1], "-v") == 0;
-        if (strcmp(argv[1], "-n") == 0 && argc > 2) {
-            problems = atoi(argv[2]);
+        only_plans = only_plans || strcmp(argv[1], "-p") == 0;
+        const bool counts = strcmp(argv[1], "-n") == 0;
+        if ((counts || strcmp(argv[1], "-t") == 0) && argc > 2) {
+            *(counts ? &problems : &threads) = atoi(argv[2]);
             --argc;
             ++argv;
         }
@@ -1552,21 +1582,11 @@ int main(int argc, char **argv) {
                getenv("GK_CHECK_PART"));
         return 2;
     }
-    if (gk_gpu_count() == 0) {
+    const gk_gpu *gpu = begin(threads);
+    if (!gpu) {
         printf("no CUDA device: nothing checked\n0 passed, 0 failed\n");
         return 0;
     }
-    const gk_gpu *gpu = gk_gpu_of(0);
-    cudaStream_t stream;
-    try_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    try_cuda(cudaMalloc((void **)&arena_d, DEVICE_BYTES), "cudaMalloc");
-    try_cuda(cudaMallocHost((void **)&arena_up, HOST_BYTES), "cudaMallocHost");
-    try_cuda(cudaMallocHost((void **)&arena_down, HOST_BYTES), "cudaMallocHost");
-    ctx = (gk_context){.size = sizeof ctx,
-                       .device = GK_CUDA,
-                       .stream = stream,
-                       .error_word = gk_cuda_error_word()};
-    ref_ctx = check_context(NULL, (int32_t)gk_clamp_i64(sysconf(_SC_NPROCESSORS_ONLN), 1, 16));
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {

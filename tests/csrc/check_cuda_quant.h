@@ -35,11 +35,14 @@ static void fill_powers(const check_tensor *x) {
         check_set(&x->t, i, ldexp(1, (int)check_below(6) - 3));
 }
 
-/* One number, or [high, wide] with contiguous rows or columns. */
-static check_tensor scales_drawn(bool one, int64_t high, int64_t wide, bool bytes) {
+/* One number, or [high, wide] with contiguous rows or columns. whole: they begin at multiples of
+ * 16 bytes. */
+static check_tensor scales_drawn(bool one, int64_t high, int64_t wide, bool bytes, bool whole) {
     const gk_dtype dtype = bytes ? GK_E8M0 : GK_F32;
     if (one) return check_dense(dtype, 0, NULL);
-    return stored(dtype, no_batch, high, wide, check_below(2), false, 1, 4 * check_below(2));
+    const bool columns = check_below(2);
+    const int64_t rest = (columns ? high : wide) % 4, pad = whole && rest ? 4 - rest : 0;
+    return stored(dtype, no_batch, high, wide, columns, false, 1, pad + 4 * check_below(2));
 }
 
 static int64_t deep_of(bool large) {
@@ -60,20 +63,21 @@ static void scaled_draw(gk_dtype dtype, bool large) {
         q.k = deep_of(large);
     } while (q.m * q.n * q.k > small_or(600000, 30000000));
     const int64_t m = q.m, n = q.n, k = q.k, blocks = gk_ceil_div(k, 128), rows[2] = {m, n};
-    const bool mixed = dtype != GK_I8 && check_below(3) == 0;
+    /* plain: what the fast instances take, which few other draws have */
+    const bool plain = check_below(3) == 0, mixed = dtype != GK_I8 && !plain && check_below(3) == 0;
     /* 0: one for the tensor, 1: per row, 2: blocks of the weight, 3: blocks of both, 4: blocks
      * along one row, 5: blocks of 32, 6: blocks of 32 beside blocks of the weight */
-    const int64_t form = check_below(7), thirties = gk_ceil_div(k, 32);
+    const int64_t form = plain ? check_below(3) : check_below(7), thirties = gk_ceil_div(k, 32);
     const int64_t high_a = form == 1 ? 1 : form >= 5 ? thirties : form > 1 ? blocks : 1;
     const int64_t high_b = form == 6 ? blocks : high_a;
-    const bool bytes = check_below(form == 5 ? 2 : 8) == 0;
-    const gk_dtype out = PICK(outs), added = check_below(2) ? out : GK_F32;
+    const bool bytes = !plain && check_below(form == 5 ? 2 : 8) == 0;
+    const gk_dtype out = plain ? GK_BF16 : PICK(outs), added = check_below(2) ? out : GK_F32;
     q.a = operand(dtype, no_batch, m, k);
     q.b = stored(mixed ? (dtype == GK_E4M3 ? GK_E5M2 : GK_E4M3) : dtype, no_batch, k, n,
                  check_below(4), false, 1, pad_for(k));
-    q.sa = scales_drawn(form == 0, form == 4 ? 1 : m, high_a, bytes);
+    q.sa = scales_drawn(form == 0, form == 4 ? 1 : m, high_a, bytes, plain);
     q.sb = scales_drawn(form == 0 || form == 4, form == 1 ? 1 : high_b,
-                        form == 2 || form == 6 ? gk_ceil_div(n, 128) : n, bytes);
+                        form == 2 || form == 6 ? gk_ceil_div(n, 128) : n, bytes, plain);
     q.bias = check_dense(added, 1, &n);
     q.c = check_tensor_make(added, 2, rows, NULL, 1, pad_for(n));
     q.out = check_tensor_make(out, 2, rows, NULL, 1, pad_for(n));
@@ -91,9 +95,11 @@ static void scaled_draw(gk_dtype dtype, bool large) {
                                           .scale_b = q.sb.t,
                                           .beta = check_below(2) ? 1 : 0.5,
                                           .out = q.out.t};
-    q.args.scaled.bias = check_below(2) ? &q.bias.t : NULL;
-    q.args.scaled.c = check_below(4) ? NULL : &q.c.t;
-    q.args.scaled.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
+    if (!plain) {
+        q.args.scaled.bias = check_below(2) ? &q.bias.t : NULL;
+        q.args.scaled.c = check_below(4) ? NULL : &q.c.t;
+        q.args.scaled.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
+    }
     if (form < 2 && dtype != GK_I8 && check_below(2)) q.args.scaled.accumulate = GK_FAST;
     may_have_workspace = true;
     say("b %s form %d%s fast %d activation %d strides a %lld,%lld b %lld,%lld",
@@ -149,8 +155,8 @@ static void sparse_draw(gk_dtype dtype, bool large) {
     q.a = operand(dtype, no_batch, m, k);
     q.values = check_tensor_make(dtype, 2, half, NULL, 1, pad);
     q.meta = check_tensor_make(GK_U8, 2, meta, NULL, 1, pad);
-    q.sa = scales_drawn(check_below(2), m, 1, false);
-    q.sb = scales_drawn(check_below(2), 1, n, false);
+    q.sa = scales_drawn(check_below(2), m, 1, false, false);
+    q.sb = scales_drawn(check_below(2), 1, n, false, false);
     q.bias =
         check_tensor_make(check_below(2) ? out : GK_F32, 1, &n, NULL, 1 + (check_below(4) == 0), 0);
     q.out = check_dense(out, 2, rows);
@@ -227,9 +233,9 @@ static void grouped_draw(gk_dtype dtype, bool large) {
     if (q.a.t.stride[0] == 0) q.a = stored(dtype, no_batch, m, k, false, false, 1, 0);
     q.b = stored(dtype, batch, k, n, check_below(2), false, 1, pad_for(8));
     q.offs = check_tensor_make(GK_I32, 1, &groups, NULL, 1 + (check_below(4) == 0), 0);
-    q.sa = scales_drawn(false, m, blocks ? kb : 1, false);
+    q.sa = scales_drawn(false, m, blocks ? kb : 1, false, false);
     const int64_t scales_b[3] = {groups, blocks ? kb : 1, blocks ? gk_ceil_div(n, 128) : n};
-    q.sb = by_k ? scales_drawn(false, 1, n, false) : check_dense(GK_F32, 3, scales_b);
+    q.sb = by_k ? scales_drawn(false, 1, n, false, false) : check_dense(GK_F32, 3, scales_b);
     q.bias = check_below(2) ? check_dense(to, 1, &n) : check_dense(to, 2, biases);
     q.out = by_k ? check_dense(to, 3, out) : check_dense(to, 2, out + 1);
     mirror(&q.a, "a", false);
