@@ -55,16 +55,16 @@ def of_torch(tensors, grad_out, mask, dtype, order):
     """out, dq, dk and dv of SDPA in a dtype. Keys and the elements of head_dim stand in another
     order, so that the largest of a few errors is not luck."""
     q, k, v = (x.to(dtype) for x in tensors)
-    turned = torch.randperm(q.shape[-1], generator=generator("512 order", order[:4].tolist()))
+    shuffled = torch.randperm(q.shape[-1], generator=generator("512 order", order[:4].tolist()))
     k, v = k[:, :, order], v[:, :, order]
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask.to(dtype))[..., order]
     how = {"attn_mask": mask, "enable_gqa": True}
-    inputs = q[..., turned], k[..., turned], v
+    inputs = q[..., shuffled], k[..., shuffled], v
     out, dq, dk, dv = with_gradients(
         F.scaled_dot_product_attention, inputs, grad_out.to(dtype), **how
     )
-    back, columns = order.argsort(), turned.argsort()
+    back, columns = order.argsort(), shuffled.argsort()
     return out, dq[..., columns], dk[:, :, back][..., columns], dv[:, :, back]
 
 
