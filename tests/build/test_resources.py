@@ -5,6 +5,10 @@ lists.
 It needs the compiled library and the disassemblers, but no GPU. The notes of ptxas on Hopper's
 kernels are in logs that the build keeps beside the objects (cmake/ptxas_log.sh). No object contains
 them, and making them again would be a second build.
+
+A build with GPUKERN_CUDA_DRAFT has no machine code of sources from which docs/resources.csv was
+made (cmake/judged.py). The tests judge the rows of that file for their kernels. All other kernels
+are read from the build.
 """
 
 import csv
@@ -18,7 +22,8 @@ import pytest
 from conftest import ALL
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "cmake")]
+import judged  # noqa: E402
 import ptxas_report  # noqa: E402
 
 BUILD = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build"))
@@ -73,16 +78,54 @@ def rows(text):
     return {row["kernel"]: row for row in csv.DictReader(text.splitlines())}
 
 
+def drafts():
+    """The sources of which this build has no machine code."""
+    file = BUILD / "cuda_drafts.txt"
+    return file.read_text().split() if file.exists() else []
+
+
+def source_of(built):
+    """The source of an object or of its log."""
+    return built.relative_to(BUILD).as_posix().split(".dir/", 1)[1].split(".cu.", 1)[0] + ".cu"
+
+
+def declared(built):
+    """The kernels of an object without machine code, by the host's stubs of their launches."""
+    table = subprocess.run(["nm", built], capture_output=True, text=True, check=True).stdout
+    stubs = re.findall(r" t _ZL\d+__device_stub_(_Z\w+)$", table, re.MULTILINE)
+    lengths = re.findall(r" t _ZL(\d+)__device_stub_", table)
+    return [stub[: int(n) - len("__device_stub_")] for n, stub in zip(lengths, stubs)]
+
+
 @pytest.fixture(scope="module")
 def report():
     if not LIBRARY.exists():
         pytest.skip(f"{LIBRARY.name} is not built")
     command = [sys.executable, ROOT / "tools" / "ptxas_report.py", LIBRARY]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = rows(text)
+    found = rows(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    objects = BUILD.glob("CMakeFiles/gk_cuda_*.dir/**/*.cu.o")
+    left = [built for built in objects if source_of(built) in drafts()]
+    assert len(left) == len(drafts())
+    if left:
+        listed = rows(LISTED.read_text())
+        kernels = sorted({kernel for built in left for kernel in declared(built)})
+        unlisted = [name for name in ptxas_report.short(kernels) if name not in listed]
+        assert not unlisted, "docs/resources.csv and docs/resources.txt are of different sources"
+        # an inline kernel may be in an object with code, too, for another architecture
+        found |= {name: listed[name] for name in ptxas_report.short(kernels)}
     if not found:
         pytest.skip("this build has no CUDA kernels")
     return found
+
+
+def test_drafts_are_the_sources_of_the_list():
+    """A source that changed after CMake ran would still be a draft, and no test would judge its
+    kernels."""
+    if not drafts():
+        pytest.skip("this build has no drafts")
+    cache = (BUILD / "CMakeCache.txt").read_text()
+    nvcc = re.search(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.MULTILINE)[1]
+    assert set(drafts()) <= set(judged.drafts(judged.version(nvcc)))
 
 
 def headers_with(function):
@@ -121,7 +164,7 @@ def test_no_kernel_uses_local_memory(report):
 
 
 def test_every_kernel_is_listed(report):
-    """After a change run: python tools/ptxas_report.py build/libgpukern.so > docs/resources.csv"""
+    """After a change run: python cmake/judged.py record build"""
     archs = {row["arch"] for row in report.values()}  # a build may lack Hopper's kernels
     assert set(report) == {
         name for name, row in rows(LISTED.read_text()).items() if row["arch"] in archs
@@ -243,7 +286,8 @@ def disassembled():
     own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu.o"
     if not own.exists():
         pytest.skip("this build has no kernels for sm_90a")
-    with ptxas_report.cubins(LIBRARY if ALL else own, "sm_90", "sm_90a") as paths:
+    # the library of a build with drafts has few kernels
+    with ptxas_report.cubins(LIBRARY if ALL or drafts() else own, "sm_90", "sm_90a") as paths:
         return [(path.read_bytes(), list(ptxas_report.disassembly(path))) for path in paths]
 
 
@@ -251,6 +295,8 @@ def test_powers_of_attention_run_under_the_products(disassembled):
     """In flash_attn_fwd_sm90a the exponentials of a block stand between the wait for its scores and
     the wait for the product of the block before. Without a fence ptxas moves them past the second
     wait silently, and the overlap is gone. Without OVERLAP a single wait covers both."""
+    if "csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu" in drafts():
+        pytest.skip("its source was judged when docs/resources.csv was made")
     found = {name: [opcode + rest for _, opcode, rest, _ in code]
              for _, kernels in disassembled
              for name, code in kernels
@@ -329,7 +375,7 @@ def test_opcodes_and_branches_are_those_that_nvdisasm_prints(disassembled):
             ] == opcodes.tolist(), name
             assert [target // 16 for *_, target in code] == to.tolist(), name
             compared += len(code)
-    assert compared > 50_000
+    assert compared > (10_000 if drafts() else 50_000)
 
 
 def test_an_opcode_without_a_name_is_left_to_nvdisasm():
@@ -345,7 +391,8 @@ NOTES = re.compile(r"\(C(7508|751\d|7602)\)")
 
 
 def logs():
-    return sorted((BUILD / "CMakeFiles" / "gk_cuda_90a.dir").rglob("*.cu.o.log"))
+    found, left = BUILD / "CMakeFiles" / "gk_cuda_90a.dir", set(drafts())
+    return [log for log in sorted(found.rglob("*.cu.o.log")) if source_of(log) not in left]
 
 
 def test_ptxas_has_no_notes_on_wgmma(report):
