@@ -11,8 +11,9 @@ the sources whose digest is still the same. Their machine code would be the same
 check makes none (GPUKERN_CUDA_DRAFT), and tests/build/test_resources.py takes their rows from
 docs/resources.csv.
 
-`record` writes docs/resources.csv and docs/resources.txt from a build without drafts, after the
-tests of resources have passed on it. A build without a record has no drafts.
+`record` brings a build without drafts up to date and writes docs/resources.csv and
+docs/resources.txt from it, after the tests of resources have passed. A build without a record has
+no drafts.
 """
 
 import argparse
@@ -118,9 +119,7 @@ def write(root: Path, compiler: str) -> None:
 def record(build: Path, compiler: str) -> None:
     if (build / "cuda_drafts.txt").exists():
         sys.exit(f"judged: {build} has drafts; configure it with -DGPUKERN_CUDA_DRAFT=OFF")
-    planned = subprocess.run(["ninja", "-C", build, "-n"], capture_output=True, text=True)
-    if "no work to do" not in planned.stdout:
-        sys.exit(f"judged: {build} is older than the sources; build it first")
+    subprocess.run(["cmake", "--build", build], check=True)  # what is older than its source
     tools, tests = ROOT / "tools", ROOT / "tests" / "build"
     report = [sys.executable, tools / "ptxas_report.py", build / "libgpukern.so"]
     listed = subprocess.run(report, capture_output=True, text=True, check=True).stdout
