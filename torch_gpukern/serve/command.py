@@ -186,7 +186,10 @@ def over_http(
     if others is not None:
         others.on_loss = server.lose
     server.run(sockets=[own])
-    return 0 if others is None or others.lost is None else 1
+    if others is not None and others.lost is not None:
+        return 1
+    # uvicorn raises the signal again, but an interrupt at the very end of its loop is lost
+    return 128 + server.ended_by if server.ended_by else 0
 
 
 def size(count: int) -> str:

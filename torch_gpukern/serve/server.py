@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -77,6 +78,11 @@ class Server(uvicorn.Server):
         )
         self.engine, self.drain_seconds, self.says = engine, drain_seconds, says
         self.at_end = at_end
+        self.ended_by = 0  # the number of the first signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.ended_by = self.ended_by or sig
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
