@@ -165,7 +165,7 @@ gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) 
 typedef struct entry {
     uint64_t hash; /* of the key */
     gk_gemm_key key;
-    const void *instance; /* the instance, atomic; NULL = forgotten */
+    const void *instance; /* atomic; NULL = forgotten */
 } entry;
 
 /* Sorted by hash. Its keys never change. */

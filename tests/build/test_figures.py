@@ -39,6 +39,13 @@ def tables(page, *start):
     ]
 
 
+def recipe_rows(columns):
+    """The rows of the table of recipes that has so many columns."""
+    found = tables("quantise.md", "recipe", "1 request", "16", "64")
+    (rows,) = [rows for rows in found if len(rows[0]) == columns]
+    return rows
+
+
 def recipes(file):
     """(tokens a second by "recipe, n requests", ms a step likewise, date)."""
     bench = bench_of(file, "recipes")
@@ -49,11 +56,7 @@ def recipes(file):
 
 def test_recipes_of_the_h200():
     speed, ms, date = recipes(H200)
-    (rows,) = [
-        rows
-        for rows in tables("quantise.md", "recipe", "1 request", "16", "64")
-        if len(rows[0]) == 7
-    ]
+    rows = recipe_rows(7)
     base = {n: (speed[f"bfloat16, {n}"] + speed[f"bfloat16 again, {n}"]) / 2 for n in REQUESTS}
     assert {row[0] for row in rows} == {
         label.split(",")[0] for label in speed if "again" not in label
@@ -75,11 +78,7 @@ def test_recipes_of_the_h200():
 
 def test_recipes_of_the_h100():
     speed, _, date = recipes(H100)
-    (rows,) = [
-        rows
-        for rows in tables("quantise.md", "recipe", "1 request", "16", "64")
-        if len(rows[0]) == 4
-    ]
+    rows = recipe_rows(4)
     for name, *cells in rows:
         for cell, n in zip(cells, REQUESTS):
             tokens, ratio = re.match(r"(\d+)(?: \(([\d.]+)\))?$", cell).groups()

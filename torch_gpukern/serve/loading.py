@@ -23,8 +23,6 @@ from .shards import shard
 from .tokenizer import Bytes, Tokenizer
 
 CONFIG = "config.json"
-
-
 RECIPES = tuple(r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static)
 HEAD = ("lm_head", "lm_head.*")  # stays as it is; a rank's part of it, too
 

@@ -34,8 +34,8 @@ class Found(NamedTuple):
 
 
 class Peer:
-    """The process. `times` runs the requests of a level; None where they take longer than `limit`
-    seconds, or fail."""
+    """The process. `times` runs the requests of a level. It returns the reason as a text if they
+    take longer than `limit` seconds or fail."""
 
     def __init__(self, which: Which) -> None:
         self.which = which
