@@ -1,12 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The output at the start of `make test`: that tests are being collected, and that tests run before
-the skipped ones.
+"""What pytest collects: every test file. Also the output at the start of `make test`: that tests are
+being collected, and that tests run before the skipped ones.
+
+This file is in no folder of tests/, because pytest can leave out a folder for its name.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("folder", ("tests", "learn/tests"))
+def test_every_test_file_is_collected(pytestconfig, folder):
+    """`norecursedirs` of pytest has `build` by default, so it once left out all of tests/build."""
+    files = sorted((ROOT / folder).rglob("test_*.py"))
+    assert files
+
+    def left_out(path):
+        return pytestconfig.hook.pytest_ignore_collect(collection_path=path, config=pytestconfig)
+
+    for file in files:
+        path = file
+        while path != ROOT:
+            assert not left_out(path), f"{file} is not collected because of {path}"
+            path = path.parent
+    assert pytestconfig.getini("testpaths") == ["tests"]
+    assert "test_*.py" in pytestconfig.getini("python_files")
 
 
 def test_collecting_is_not_silent():
