@@ -92,9 +92,9 @@ def source_of(built):
 def declared(built):
     """The kernels of an object without machine code, by the host's stubs of their launches."""
     table = subprocess.run(["nm", built], capture_output=True, text=True, check=True).stdout
-    stubs = re.findall(r" t _ZL\d+__device_stub_(_Z\w+)$", table, re.MULTILINE)
-    lengths = re.findall(r" t _ZL(\d+)__device_stub_", table)
-    return [stub[: int(n) - len("__device_stub_")] for n, stub in zip(lengths, stubs)]
+    # local for a template's instance, global for a kernel that is no template
+    stubs = re.findall(r" [tT] _ZL?(\d+)__device_stub_(_Z\w+)$", table, re.MULTILINE)
+    return [stub[: int(length) - len("__device_stub_")] for length, stub in stubs]
 
 
 @pytest.fixture(scope="module")
