@@ -240,6 +240,7 @@ def test_the_life_of_a_call_names_what_is_there():
 
 
 def test_sources_that_name_an_op_or_an_activation():
+    """The page gives bounds, so that a change fails only if it makes them wrong."""
     kinds = {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"}
     sources = [
         x.read_text().lower()
@@ -248,8 +249,9 @@ def test_sources_that_name_an_op_or_an_activation():
         if x.suffix in kinds
     ]
     for row, word, said in (
-        ("an op", "dropout_add", r"(\d+) sources name it"),
-        ("an activation", "gelu_tanh", r"(\d+): "),
+        ("an op", "dropout_add", r"at most (\d+) sources name it"),
+        ("an activation", "gelu_tanh", r"at most (\d+): "),
     ):
         found = sum(word in text for text in sources)
-        assert found == int(re.search(said, figures(row))[1]), f"{found} sources name {word}"
+        bound = int(re.search(said, figures(row))[1])
+        assert 0 < found <= bound, f"{found} sources name {word}, not at most {bound}"
