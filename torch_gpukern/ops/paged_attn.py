@@ -17,6 +17,7 @@ from .attn_merge import attn_merge
 from .define import define_op
 from .in_place import define_in_place
 from .keywords import hide_unknown, refuse_unknown
+from .paged_tree import Tree
 from .shared_prefix import SharedPrefix
 from .wrong_types import refuse_non_bool
 
@@ -45,6 +46,7 @@ def paged_attn(
     allow_short: bool = False,
     batch_invariant: bool = False,
     prefix: SharedPrefix | None = None,
+    attn_mask: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -101,6 +103,15 @@ def paged_attn(
             part and of the own part. Not beside kv_start. With window_left, alibi_slopes or
             batch_invariant, prefix is not used: windows and slopes need each query's own distance
             from the shared keys.
+        attn_mask: bool [T, S] or [B, S, S], true where a new token sees another, for drafts that
+            form a tree. Column j is the j-th new token of the row's own sequence. It replaces
+            is_causal: a query sees all old keys, and the new tokens that its row shows, itself
+            included only if the row shows it. Windows, kv_start and slopes count cache positions,
+            as without it. In [T, S], S is at least the new tokens of every sequence, and further
+            columns are not read. [B, S, S] has a row for each new token of each sequence. Old and
+            new keys are read by two calls, so a result has one more rounding to q's dtype. Not
+            beside prefix. With alibi_slopes, head_dim is that of `flash_attn`, and batch_invariant
+            is refused.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -128,7 +139,10 @@ def paged_attn(
     if return_lse is not False:
         refuse_non_bool(_paged_attn.said, "return_lse", return_lse)
     invariant = switches.is_batch_invariant if batch_invariant is False else batch_invariant
-    if prefix is not None:
+    op = _paged_attn.all if return_lse else _paged_attn
+    if attn_mask is not None:
+        op = Tree(_paged_attn.all, attn_mask, prefix, return_lse)
+    elif prefix is not None:
         _check_prefix(prefix, kv_start)
         if window_left < 0 and alibi_slopes is None and not invariant:
             # Sinks count once, in the sequences' own part.
@@ -143,7 +157,6 @@ def paged_attn(
             }
             both = _with_prefix(q, k_cache, v_cache, block_table, seq_lens, prefix, how, own)
             return both if return_lse else both[0]
-    op = _paged_attn.all if return_lse else _paged_attn
     return op.call(
         q,
         k_cache,

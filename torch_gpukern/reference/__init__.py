@@ -331,16 +331,20 @@ def paged_attn(
     seq_lens: Tensor,
     return_lse: bool = False,
     prefix: Any = None,
+    attn_mask: Tensor | None = None,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys in its pages.
-    `prefix` says how these are read and changes nothing here.
+    `prefix` says how these are read and changes nothing here. With attn_mask, [T, S] or [B, S, S],
+    a query sees all old keys and the new ones of its row, instead of those of is_causal.
 
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
     Dv]; block_table [B, max_blocks]; seq_lens [B] includes the new tokens. 8-bit caches may have
     scales [], [Hkv] or [num_blocks, Hkv].
     """
     rules = Rules(given)
+    if attn_mask is not None:
+        rules = rules.but(is_causal=False)
     num_blocks, block_size = k_cache.shape[:2]
     batch, acc = seq_lens.shape[0], accumulator(q.dtype)
     if rules.cu_seqlens_q is not None:
@@ -361,8 +365,22 @@ def paged_attn(
         if rules.kv_start is not None:
             first = first.clamp(min=int(rules.kv_start[b]))
         of_sequence = rules.but(alibi_slopes=_slopes_of(b, rules.alibi_slopes))
+        sees = None
+        if attn_mask is not None:
+            n = rows.shape[0]
+            own = attn_mask[b] if attn_mask.dim() == 3 else attn_mask[starts[b] : starts[b + 1]]
+            sees = torch.ones(n, n + length, dtype=torch.bool, device=q.device)
+            sees[:, length:] = own[:n, :n]
+            sees = sees[:, n:]  # the last `length` of n + length places are in the cache
         out, lse = _attend(
-            _as_batch(rows), _as_batch(k), _as_batch(v), position, first, end, of_sequence
+            _as_batch(rows),
+            _as_batch(k),
+            _as_batch(v),
+            position,
+            first,
+            end,
+            of_sequence,
+            attn_mask=sees,
         )
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))

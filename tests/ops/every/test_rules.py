@@ -21,8 +21,8 @@ PUBLIC = {
     "paged_attn": ("paged_attn",),
 }
 # Arguments of a function that an op takes in another form: an AttnMask is several, a SharedPrefix
-# makes two calls.
-OWN = {"flash_attn": {"attn_mask", "bias", "distance_bias"}, "paged_attn": {"prefix"}}
+# and a mask over new tokens make two calls.
+OWN = {"flash_attn": {"attn_mask", "bias", "distance_bias"}, "paged_attn": {"prefix", "attn_mask"}}
 TYPES = {
     "float": "float",
     "int": "int",

@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""paged_attn(attn_mask=): new tokens that see each other by a mask, as drafts that form a tree."""
+
+import math
+import random
+import zlib
+
+import pytest
+import torch
+from conftest import (
+    FLOATS,
+    Paged,
+    f64,
+    generator,
+    grid,
+    logit_dtype,
+    randn,
+    reference,
+    same_bits,
+    snapshot,
+    statements,
+    torch_gpukern,
+)
+
+from torch_gpukern import SharedPrefix, paged_attn
+
+# Context lengths and new tokens of each sequence.
+BATCHES = {
+    "verify": ([40, 70, 129], [4, 4, 4]),
+    "ragged": ([1, 200, 64, 0, 33, 16], [1, 17, 10, 0, 2, 16]),
+    "short": ([5, 9, 30, 12], [4, 8, 16, 3]),
+    "short_even": ([5, 9, 30, 40], [5, 5, 5, 5]),
+    "inactive": ([0, 40, 0, 7], [2, 2, 2, 2]),
+    "decode": ([1, 15, 130], [1, 1, 1]),
+    "many": ([300, 90], [40, 33]),
+    "long": ([2500, 700], [6, 3]),
+}
+MODIFIERS = (
+    "none",
+    "scale",
+    "window",
+    "window_zero",
+    "window_wide",
+    "window_right",
+    "softcap",
+    "alibi",
+    "alibi_batch",
+    "sinks",
+    "sinks_own",
+    "kv_start",
+    "scales_head",
+    "all",
+    "all_alibi",
+)
+DIMS = ((64, 64), (32, 48), (80, 80), (128, 128))
+
+
+def modifiers(name, batch, heads, gen, dtype, device):
+    """The arguments of paged_attn beyond its five tensors."""
+    extra = logit_dtype(dtype)
+    hq, hkv = heads
+    slopes = torch.rand(hq, generator=gen, dtype=torch.float64).to(extra).to(device)
+    slopes_b = torch.rand(batch, hq, generator=gen, dtype=torch.float64).to(extra).to(device)
+    sinks = randn(gen, hq, dtype=extra, device=device)
+    start = torch.tensor([3, 40, -2, 0, 70, 2], dtype=torch.int32, device=device)[:batch]
+    k_scale, v_scale = (torch.rand(hkv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return {
+        "none": {},
+        "scale": {"scale": -0.3},
+        "window": {"window_left": 20},
+        "window_zero": {"window_left": 0},
+        "window_wide": {"window_left": 2**63 - 1},
+        "window_right": {"window_left": 3, "window_right": 1},
+        "softcap": {"softcap": 1.5},
+        "alibi": {"alibi_slopes": slopes},
+        "alibi_batch": {"alibi_slopes": slopes_b},
+        "sinks": {"sinks": sinks},
+        "sinks_own": {"sinks": sinks.to(dtype)},
+        "kv_start": {"kv_start": start},
+        "scales_head": scales,
+        "all": {
+            "scale": 0.2,
+            "window_left": 5,
+            "softcap": 2.5,
+            "sinks": sinks,
+            "kv_start": start,
+            **scales,
+        },
+        "all_alibi": {
+            "window_left": 7,
+            "window_right": 0,
+            "softcap": 2.5,
+            "sinks": sinks,
+            "kv_start": start,
+            "alibi_slopes": slopes_b,
+            "k_scale": k_scale[0],
+            "v_scale": v_scale[0],
+        },
+    }[name]
+
+
+def random_mask(draw, n, kind):
+    """[n, n] bool. tree: each token has a parent before it, or none, and sees its ancestors and
+    itself. any: no structure, with rows that see nothing and tokens that see later ones."""
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    if kind == "any":
+        density = draw.choice((0.0, 0.2, 0.7))
+        for i in range(n):
+            for j in range(n):
+                mask[i, j] = draw.random() < density
+        return mask
+    for i in range(n):
+        parent = draw.randrange(-1, i) if i else -1
+        if parent >= 0:
+            mask[i] = mask[parent]
+        mask[i, i] = True
+    return mask
+
+
+def masks_of(key, queries, form, kind, device="cpu"):
+    """The masks of all sequences: [T, S], or [B, S, S] where form is "sequences". With "wide",
+    columns past a sequence's own tokens are true and false at random, as they may be."""
+    draw = random.Random(zlib.crc32(repr(key).encode()))
+    most = max(queries) + (3 if form == "wide" else 0)
+    rows = max(queries) if form == "sequences" else 0
+    found = []
+    for n in queries:
+        noise = [[draw.random() < 0.5 for _ in range(most)] for _ in range(max(n, rows))]
+        mask = torch.tensor(noise, dtype=torch.bool).reshape(-1, most)
+        mask[:n, :n] = random_mask(draw, n, kind)
+        found.append(mask)
+    return (torch.stack if form == "sequences" else torch.cat)(found).to(device)
+
+
+def packed(case):
+    return {"cu_seqlens_q": case.cu_seqlens_q, "max_seqlen_q": max(case.queries)}
+
+
+def even(case):
+    return len(set(case.queries)) == 1
+
+
+def attend(case, mask, ragged=True, **rules):
+    starts = packed(case) if ragged else {}
+    return paged_attn(*case.args(), **starts, **rules, attn_mask=mask, return_lse=True)
+
+
+def exact(args, **rules):
+    return reference.paged_attn(*f64(args), **f64(rules), return_lse=True)
+
+
+def in_float64(args, **rules):
+    """As `exact` but for the last bits, and much faster."""
+    return statements.paged_attn(*f64(args), **f64(rules), return_lse=True)
+
+
+def check(case, got, mask, args=None, ragged=True, **rules):
+    """got is as close to float64 as PyTorch in q's dtype and as the plain causal call is, but for
+    one rounding of the share of either part."""
+    args = case.args() if args is None else args
+    starts = packed(case) if ragged else {}
+    want = exact(args, **starts, **rules, attn_mask=mask)
+    torchs = reference.paged_attn(*args, **starts, **rules, attn_mask=mask, return_lse=True)
+    plain = paged_attn(*args, **starts, **rules, return_lse=True)
+    causal = (exact if args[0].dtype is torch.float64 else in_float64)(args, **starts, **rules)
+    # the shares of old and new keys
+    old = case.seq_lens - (case.cu_seqlens_q[1:] - case.cu_seqlens_q[:-1])
+    first = rules.get("kv_start")
+    later = old.clamp(min=0) if first is None else torch.maximum(old, first.to(old.dtype))
+    less = {n: x for n, x in rules.items() if n not in ("sinks", "kv_start")}
+    parts = (
+        in_float64(args, **starts, **less, kv_start=first, attn_mask=torch.zeros_like(mask)),
+        in_float64(args, **starts, **less, kv_start=later, attn_mask=mask),
+    )
+    shares = sum(out.abs() * (lse - want[1]).exp()[..., None].nan_to_num(0) for out, lse in parts)
+    for x, yard, own, own_ref, ref, most in zip(
+        got, torchs, plain, causal, want, (shares, want[1]), strict=True
+    ):
+        assert x.dtype == yard.dtype and x.is_contiguous() and x.shape == ref.shape
+        assert not x.isnan().any()
+        assert torch.equal(x.isinf(), ref.isinf())
+        mine, *others = (
+            z.double().sub(y).nan_to_num(0).abs().amax().item() if z.numel() else 0
+            for z, y in ((x, ref), (yard, ref), (own, own_ref))
+        )
+        eps = torch.finfo(x.dtype).eps
+        # float64's exp and log are those of the machine, as the reference's are
+        largest = most[most.isfinite()].abs().max().item() if most.isfinite().any() else 0
+        rounding = eps * largest * (4 if eps < 1e-10 else 1)
+        assert mine <= 2 * max(others) + rounding, f"{mine}, others {others}, rounding {rounding}"
+
+
+def make(key, batch, heads, dims, block_size, dtype, device, order="NHD"):
+    batch = BATCHES[batch] if isinstance(batch, str) else batch
+    return Paged(generator(key), *batch, *heads, *dims, block_size, dtype, device, order)
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        72,
+        mods=MODIFIERS,
+        batch=tuple(BATCHES),
+        dtype=FLOATS,
+        heads=((4, 2), (3, 3), (8, 1)),
+        block_size=(1, 8, 16, 5),
+        dims=DIMS,
+        form=("tokens", "wide", "sequences"),
+        kind=("tree", "any"),
+        order=("NHD", "HND", "padded", "shared"),
+    ),
+)
+def test_values(case, device):
+    gen = generator("tree", case.id)
+    paged = make(
+        case.id, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order
+    )
+    mask = masks_of(case.id, paged.queries, case.form, case.kind, device)
+    rules = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    unchanged = snapshot(*paged.args(), mask, **rules)
+    got = attend(paged, mask, **rules)
+    unchanged()
+    check(paged, got, mask, **rules)
+    if even(paged):
+        same = attend(paged, mask, ragged=False, **rules)
+        check(paged, same, mask, ragged=False, **rules)
+    out = paged_attn(*paged.args(), **packed(paged), **rules, attn_mask=mask)
+    assert same_bits(out, got[0])  # where lse is not wanted
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        32,
+        dims=((1, 7), (8, 512), (192, 128), (256, 256), (512, 512), (576, 512), (33, 100)),
+        dtype=FLOATS,
+        batch=("ragged", "short_even"),
+        mods=("none", "all", "all_alibi"),
+        heads=((4, 2), (3, 3)),
+        block_size=(16, 5),
+    ),
+)
+def test_head_dims(case, device):
+    if device == "cuda" and any(d % 8 for d in case.dims):
+        pytest.skip("CUDA serves multiples of 8 up to 576")
+    if max(case.dims) > (256 if device == "cuda" else 512) and "alibi" in case.mods:
+        pytest.skip("refused: test_what_is_refused")
+    gen = generator("tree dims", case.id)
+    paged = make(case.id, case.batch, case.heads, case.dims, case.block_size, case.dtype, device)
+    mask = masks_of(case.id, paged.queries, "tokens", "tree", device)
+    rules = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    check(paged, attend(paged, mask, **rules), mask, **rules)
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        36,
+        code=(torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
+        scales=("none", "one", "head", "page"),
+        mods=("none", "all", "all_alibi"),
+        batch=("verify", "ragged", "short"),
+        dtype=(torch.float32, torch.bfloat16, torch.float16),
+        block_size=(16, 5),
+    ),
+)
+def test_8_bit_caches(case, device):
+    gen, heads = generator("tree codes", case.id), (4, 2)
+    paged = make(case.id, case.batch, heads, (64, 64), case.block_size, torch.float32, device)
+    size = 20 if case.code is torch.int8 else 1
+    paged.k_cache, paged.v_cache = (
+        (c * size).nan_to_num(0).round().clamp(-128, 127).to(case.code)
+        if case.code is torch.int8
+        else c.to(case.code)
+        for c in (paged.k_cache, paged.v_cache)
+    )
+    paged.q = paged.q.to(case.dtype)
+    shape = {"one": (), "head": (2,), "page": (paged.k_cache.shape[0], 2)}.get(case.scales)
+    rules = modifiers(case.mods, len(paged.lengths), heads, gen, case.dtype, device)
+    rules = {n: x for n, x in rules.items() if n not in ("k_scale", "v_scale")}
+    if shape is not None:
+        rules |= {
+            n: ((torch.rand(shape, generator=gen) + 0.5) / size).to(device)
+            for n in ("k_scale", "v_scale")
+        }
+    mask = masks_of(case.id, paged.queries, "tokens", "any", device)
+    check(paged, attend(paged, mask, **rules), mask, **rules)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("batch", ("verify", "ragged", "short"))
+def test_latent(batch, dtype, device):
+    """v_cache is the beginning of k_cache's rows."""
+    paged = make(("latent", batch), batch, (16, 1), (576, 512), 16, dtype, device)
+    paged.v_cache = paged.k_cache[..., :512]
+    mask = masks_of(batch, paged.queries, "tokens", "tree", device)
+    check(paged, attend(paged, mask), mask)
+
+
+@pytest.mark.parametrize("rules", ({}, {"window_left": 6}), ids=("none", "window"))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_causal_mask_is_the_causal_rule(dtype, rules, device):
+    paged = make("causal", "ragged", (4, 2), (64, 64), 16, dtype, device)
+    most = max(paged.queries)
+    mask = torch.cat([torch.ones(n, most).tril().bool() for n in paged.queries]).to(device)
+    got, plain = (
+        attend(paged, mask, **rules),
+        paged_attn(*paged.args(), **packed(paged), **rules, return_lse=True),
+    )
+    check(paged, got, mask, **rules)
+    for x, y in zip(got, plain):
+        assert torch.allclose(x.double(), y.double(), atol=4 * torch.finfo(dtype).eps, rtol=1e-2)
+
+
+def places(paged, b):
+    """(page, row) of each new token of sequence b."""
+    length, n = paged.lengths[b], paged.queries[b]
+    keys = range(length - n, length)
+    size = paged.block_size
+    return [(int(paged.block_table[b, j // size]), j % size) for j in keys]
+
+
+@pytest.mark.parametrize("mods", ("none", "all", "alibi", "all_alibi"))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_hidden_new_keys_never_show(dtype, mods, device):
+    """NaN and infinity in a new key show in the rows that see it, and in no others."""
+    gen = generator("hidden", dtype, mods)
+    paged = make("hidden", ([40, 12, 70], [6, 7, 6]), (4, 2), (64, 64), 8, dtype, device)
+    rules = modifiers(mods, 3, (4, 2), gen, dtype, device) | {"kv_start": None}
+    mask = masks_of("hidden", paged.queries, "tokens", "tree", device)
+    mask[:, 3] = False  # nobody sees the fourth new token
+    mask[6 + 3] = False  # and one row sees none
+    before = attend(paged, mask, **rules)
+    for value in (math.nan, math.inf, -math.inf):
+        for b in range(3):
+            page, row = places(paged, b)[3]
+            paged.k_cache[page, row], paged.v_cache[page, row] = value, value
+        assert all(map(same_bits, attend(paged, mask, **rules), before))
+    mask[-1, 3] = True
+    after = attend(paged, mask, **rules)
+    seen = "window_left" not in rules or rules["window_left"] > 2
+    assert after[0][-1].isnan().any() == seen
+    assert all(same_bits(x[:-1], y[:-1]) for x, y in zip(after, before))
+
+
+@pytest.mark.parametrize("mods", ("none", "all", "all_alibi"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_rows_do_not_depend_on_masks_of_others(dtype, mods, device):
+    gen = generator("others", dtype, mods)
+    paged = make("others", "many", (8, 2), (64, 64), 16, dtype, device)
+    rules = modifiers(mods, 2, (8, 2), gen, dtype, device)
+    masks = [masks_of(("others", i), paged.queries, "wide", "any", device) for i in range(2)]
+    kept = torch.arange(masks[0].shape[0], device=device) % 3 == 0
+    masks[1][kept] = masks[0][kept]
+    one, two = (attend(paged, mask, **rules) for mask in masks)
+    for x, y in zip(one, two):
+        assert same_bits(x[kept], y[kept]) and not torch.equal(x, y)
+
+
+def test_rows_without_keys(device):
+    """A row that sees no new token sees the old keys. Without those it gives 0 and -inf."""
+    paged = make("empty rows", ([40, 4, 0], [4, 4, 4]), (4, 2), (64, 64), 16, torch.float32, device)
+    mask = torch.zeros(12, 4, dtype=torch.bool, device=device)
+    out, lse = attend(paged, mask, ragged=False)
+    check(paged, (out, lse), mask, ragged=False)
+    assert out[:4].count_nonzero() and lse[:4].isfinite().all()
+    assert not out[4:].count_nonzero() and (lse[4:] == -math.inf).all()
+    sinks = randn(generator("sinks"), 4, device=device)
+    out, lse = attend(paged, mask, ragged=False, sinks=sinks)
+    assert not out[4:].count_nonzero() and torch.allclose(lse[4:], sinks.expand(8, 4))
+
+
+def test_strided_masks(device):
+    paged = make("strided", "verify", (4, 2), (64, 64), 16, torch.float32, device)
+    mask = masks_of("strided", paged.queries, "sequences", "tree", device)
+    want = attend(paged, mask, ragged=False)
+    every = torch.stack([mask, ~mask], -1)[..., 0]
+    swapped = mask.transpose(1, 2).contiguous().transpose(1, 2)
+    for same in (every, swapped, mask.flatten(0, 1)):
+        assert all(map(same_bits, attend(paged, same, ragged=False), want))
+    one = mask[:1].expand(3, -1, -1)
+    for x, y in zip(attend(paged, one, ragged=False), attend(paged, one.clone(), ragged=False)):
+        assert same_bits(x, y)
+
+
+@pytest.mark.parametrize("mods", ("none", "window", "alibi", "kv_start"))
+def test_fewer_keys_than_new_tokens(mods, device):
+    """With allow_short. New tokens before the first place have no key in the cache."""
+    gen = generator("allow short", mods)
+    paged = make(
+        "allow short", ([3, 0, 60], [5, 2, 5]), (4, 2), (64, 64), 16, torch.float32, device
+    )
+    mask = masks_of("allow short", paged.queries, "tokens", "any", device)
+    rules = modifiers(mods, 3, (4, 2), gen, torch.float32, device) | {"allow_short": True}
+    check(paged, attend(paged, mask, **rules), mask, **rules)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_batch_invariant(dtype, device):
+    """A sequence has the same bits alone as among others."""
+    batch = ([300, 40, 9, 130], [6, 6, 6, 6])
+    paged = make("invariant", batch, (8, 2), (128, 128), 16, dtype, device)
+    mask = masks_of("invariant", paged.queries, "tokens", "tree", device)
+    together = attend(paged, mask, ragged=False, batch_invariant=True)
+    with torch_gpukern.batch_invariant():
+        assert all(map(same_bits, attend(paged, mask, ragged=False), together))
+    check(paged, together, mask, ragged=False)
+    for b in range(4):
+        rows = slice(6 * b, 6 * b + 6)
+        alone = paged_attn(
+            paged.q[rows],
+            paged.k_cache,
+            paged.v_cache,
+            paged.block_table[b : b + 1],
+            paged.seq_lens[b : b + 1],
+            attn_mask=mask[rows],
+            batch_invariant=True,
+            return_lse=True,
+        )
+        for x, y in zip(alone, together):
+            assert same_bits(x, y[rows])
+
+
+# --------------------------------------------------------------------------------------------------
+# refusals
+
+
+def test_what_is_refused(device):
+    paged = make("refused", "verify", (4, 2), (64, 64), 16, torch.float32, device)
+    mask = masks_of("refused", paged.queries, "tokens", "tree", device)
+
+    def refused(text, attn_mask=mask, ragged=False, error=ValueError, **rules):
+        with pytest.raises(error, match=text):
+            attend(paged, attn_mask, ragged, **rules)
+
+    refused("attn_mask: expected bool, got torch.float32", mask.float())
+    refused("attn_mask: expected bool, got torch.int64", mask.long())
+    refused("attn_mask is expected to be a bool tensor", [[True]], error=TypeError)
+    refused(
+        "attn_mask is expected to be .*AttnMask", torch_gpukern.attn_mask_of(mask), error=TypeError
+    )
+    refused(r"attn_mask must have shape \[T, S\] or \[B, S, S\], got \[12\]", mask[:, 0])
+    refused(r"attn_mask must be \[T, S\] with T = 12, got \[11, 4\]", mask[1:])
+    refused("attn_mask has 3 columns, the 3 sequences have 12 tokens", mask[:, :3])
+    refused("attn_mask has 3 columns, max_seqlen_q is 4", mask[:, :3], ragged=True)
+    square = mask.view(3, 4, 4)
+    refused(r"attn_mask must be \[B, S, S\] with B = 3, got \[2, 4, 4\]", square[1:])
+    refused(r"attn_mask must be \[B, S, S\] with B = 3, got \[3, 4, 3\]", square[..., :3])
+    refused("attn_mask has 3 columns, the 3 sequences have 12 tokens", square[:, :3, :3])
+    prefix = SharedPrefix(*(torch.zeros(1, dtype=torch.int32, device=device),) * 4)
+    refused("prefix is given with attn_mask", prefix=prefix)
+    slopes = torch.ones(4, device=device)
+    refused(
+        "alibi_slopes is given with attn_mask and batch_invariant",
+        alibi_slopes=slopes,
+        batch_invariant=True,
+    )
+    refused("window_left", window_left=-2)
+    refused("window_right", window_right=-2)
+    refused("softcap", softcap=-1.0)
+    refused("kv_start", kv_start=torch.zeros(2, dtype=torch.int32, device=device))
+    refused("attn_mask must be on q's device", mask.to("meta"))
+    paged = make("refused", "verify", (4, 1), (576, 512), 16, torch.float32, device)
+    refused("attn_mask with alibi_slopes needs a head_dim of at most", alibi_slopes=slopes)
+    q = paged.q.requires_grad_()
+    out = paged_attn(q, *paged.args()[1:], attn_mask=mask)
+    with pytest.raises(NotImplementedError, match="paged_attn: it has no backward"):
+        out.sum().backward()
+
+
+WRONG = {
+    "too few keys": ({"seq_lens": [40, 3, 129]}, "seq_lens is expected to count the query tokens"),
+    "negative": ({"seq_lens": [40, -1, 129]}, "seq_lens"),
+    "beyond the table": ({"seq_lens": [40, 70, 4000]}, "seq_lens"),
+    "an old page": ({"page": (1, 0)}, "block_table is expected to hold pages"),
+    "a new page": ({"page": (1, 4)}, "block_table is expected to hold pages"),
+    "starts": ({"cu_seqlens_q": [0, 4, 3, 12]}, "cu_seqlens_q"),
+    "too many tokens": ({"cu_seqlens_q": [0, 4, 9, 12]}, "at most max_seqlen 4 tokens"),
+}
+
+
+def wrong(name, device):
+    paged = make("wrong", "verify", (4, 2), (64, 64), 16, torch.float32, device)
+    change, text = WRONG[name]
+    for argument, value in change.items():
+        if argument == "page":
+            paged.block_table[value] = 1000
+        else:
+            setattr(paged, argument, torch.tensor(value, dtype=torch.int32, device=device))
+    return paged, text
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("mods", ("none", "alibi"))
+def test_contents_are_checked(name, mods):
+    paged, text = wrong(name, "cpu")
+    mask = masks_of("wrong", paged.queries, "tokens", "tree")
+    rules = modifiers(mods, 3, (4, 2), generator("wrong"), torch.float32, "cpu")
+    with pytest.raises((IndexError, ValueError), match=text):
+        attend(paged, mask, **rules)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("mods", ("none", "alibi"))
+def test_contents_are_reported(name, mods):
+    paged, _ = wrong(name, "cuda")
+    mask = masks_of("wrong", paged.queries, "tokens", "tree", "cuda")
+    rules = modifiers(mods, 3, (4, 2), generator("wrong"), torch.float32, "cuda")
+    torch_gpukern.check_errors()
+
+    def reported(attn_mask):
+        try:
+            paged_attn(*paged.args(), **packed(paged), **rules, attn_mask=attn_mask)
+            torch_gpukern.check_errors()
+        except IndexError:
+            torch_gpukern.check_errors()
+            return True
+        return False
+
+    if not reported(None):
+        pytest.skip("the call without attn_mask does not report it either")
+    assert reported(mask)
+
+
+# --------------------------------------------------------------------------------------------------
+# compilers and graphs
+
+
+def compiled_case(key, device, ragged, mods, dtype=torch.bfloat16):
+    paged = make(key, "ragged" if ragged else "verify", (4, 2), (64, 64), 16, dtype, device)
+    mask = masks_of(key, paged.queries, "tokens", "tree", device)
+    rules = modifiers(mods, len(paged.lengths), (4, 2), generator(key), dtype, device)
+    return paged, mask, (packed(paged) if ragged else {}) | rules
+
+
+@pytest.mark.parametrize("mods", ("none", "all", "all_alibi"))
+@pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+def test_compile(dynamic, ragged, mods, device):
+    torch._dynamo.reset()
+
+    def call(args, mask, rules):
+        return paged_attn(*args, **rules, attn_mask=mask, return_lse=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    paged, mask, rules = compiled_case("compile", device, ragged, mods)
+    want = call(paged.args(), mask, rules)
+    assert all(map(same_bits, compiled(paged.args(), mask, rules), want))
+
+
+def test_compile_serves_other_lengths(device):
+    """One graph for batches of other sizes."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def call(args, mask):
+        return paged_attn(*args, attn_mask=mask)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
+    for batch in (([40, 70, 129], [6] * 3), ([90, 30, 5, 64, 17], [5] * 5), ([17, 9], [7, 7])):
+        paged = make(batch, batch, (4, 2), (64, 64), 16, torch.float32, device)
+        mask = masks_of(batch, paged.queries, "tokens", "tree", device)
+        assert same_bits(compiled(paged.args(), mask), call(paged.args(), mask))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mods", ("none", "all", "all_alibi"))
+@pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
+def test_capture(ragged, mods):
+    """One captured graph serves other lengths, pages and masks."""
+    paged, mask, rules = compiled_case("capture", "cuda", ragged, mods)
+    args = [x.clone() for x in paged.args()]
+
+    def call():
+        return paged_attn(*args, **rules, attn_mask=mask, return_lse=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    graph.replay()
+    assert all(map(same_bits, got, call()))
+    mask.copy_(masks_of("another", paged.queries, "tokens", "any", "cuda"))
+    args[4].copy_(args[4] - (args[4] > 30).int() * 3)
+    graph.replay()
+    assert all(map(same_bits, got, call()))
+
+
+def test_autocast(device):
+    paged = make("autocast", "verify", (4, 2), (64, 64), 16, torch.bfloat16, device)
+    mask = masks_of("autocast", paged.queries, "tokens", "tree", device)
+    wide = paged.q.float()
+    for slopes in (None, torch.rand(4, generator=generator("autocast")).to(device)):
+        want = attend(paged, mask, alibi_slopes=slopes)
+        with torch.autocast(device, torch.bfloat16):
+            out = paged_attn(wide, *paged.args()[1:], alibi_slopes=slopes, attn_mask=mask)
+        assert out.dtype is torch.bfloat16
+        assert torch.allclose(out.float(), want[0].float(), atol=0.05)
