@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 import torch
+import torch._dynamo.testing
 from conftest import (
     FLOATS,
     Paged,
