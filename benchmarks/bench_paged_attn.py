@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """paged_attn decoding one token per sequence, beside gathering the pages and calling SDPA.
 
-python benchmarks/bench_paged_attn.py [--quick] [--only decode|prefix|latent|call] [--device cpu|cuda]
+python benchmarks/bench_paged_attn.py [--quick] [--only decode|prefix|tree|latent|call] [--device cpu|cuda]
 
 Rates are GB/s of keys and values read. The bar is a share of the rate of a loop that only reads
 those pages. On CUDA the peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3
-and FlashInfer if they are installed, for latent attention FlashMLA. 8-bit pages, four query tokens and shared
-prefixes are compared with the op itself.
+and FlashInfer if they are installed, for latent attention FlashMLA. 8-bit pages, four query tokens, shared
+prefixes and masks over new tokens are compared with the op itself.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ def gather_and_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, 
     return out[:, :, 0]
 
 
-def exact(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-    """The first sequence in float64, from its pages alone."""
+def exact(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, tokens: int = 1
+) -> Tensor:
+    """The first sequence, of `tokens` query tokens, in float64, from its pages alone."""
     pages = table[0].long()
     own = torch.arange(len(pages), dtype=torch.int32, device=q.device)[None]
     k, v = (cache[pages].double() for cache in (k_cache, v_cache))
-    return reference.paged_attn(q[:1].double(), k, v, own, lens[:1])
+    return reference.paged_attn(q[:tokens].double(), k, v, own, lens[:1])
 
 
 def read_once(run: Run) -> dict[str, Callable]:
@@ -268,6 +270,34 @@ def prefix_case(batch: int, common: int, own: int, page: int, dtype: str, run: R
     return case
 
 
+def tree_case(batch: int, old: int, new: int, page: int, dtype: str, run: Run) -> Case:
+    """New tokens with a mask over each other. The mask is the causal one, so that the peer, the
+    call without a mask, has the same results."""
+    case = decode_case(batch, old + new, page, dtype, run)
+
+    def make():
+        inputs = make_inputs(batch, old + new, page, DTYPES[dtype], run.device.device)
+        q, *rest = inputs
+        q = torch.randn(batch * new, *q.shape[1:], device=q.device).to(q.dtype)
+        mask = torch.ones(new, new, dtype=torch.bool, device=q.device).tril()
+        return q, *rest, mask.repeat(batch, 1)
+
+    def ours(*args):
+        return torch_gpukern.paged_attn(*args[:5], attn_mask=args[5])
+
+    def causal(*args):
+        return torch_gpukern.paged_attn(*args[:5])
+
+    def judged(*args):
+        return exact(*args[:5], tokens=new)
+
+    case.group, case.label = "tree", f"B{batch} {old} old + {new} new page {page}"
+    case.make, case.ours, case.peers = make, ours, {"causal rule": causal}
+    case.reference, case.compare = judged, lambda out: out[:new]
+    case.flops, case.bar, case.limits = case.flops * new, Bar(), {}
+    return case
+
+
 def gather_and_multiply(q: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
     """Latent attention in PyTorch: SDPA has no fast kernel for head_dim 576. All lengths are
     equal."""
@@ -383,6 +413,8 @@ def cuda(run: Run) -> None:
             run.add(beside_itself(name, batch, context, 16, run))
     for sizes in shapes.CUDA_PREFIX_CASES:
         run.add(prefix_case(*sizes, "bf16", run))
+    for sizes in shapes.CUDA_TREE_CASES:
+        run.add(tree_case(*sizes, "bf16", run))
     for heads in shapes.CUDA_LATENT_HEADS:
         for batch, context in shapes.CUDA_LATENT_BATCH_CONTEXT:
             run.add(latent_case(batch, context, heads, run))
@@ -413,6 +445,8 @@ def main() -> None:
                 run.add(decode_case(batch, context, page, dtype, run))
         for sizes in shapes.PREFIX_CASES:
             run.add(prefix_case(*sizes, dtype, run))
+        for sizes in shapes.TREE_CASES:
+            run.add(tree_case(*sizes, dtype, run))
     if run.wants("call host time"):
         dtype = torch.float32
         heads, head_dim = 1, 8

@@ -62,6 +62,8 @@ PAGED_BATCH_CONTEXT = ((1, 4096), (1, 16384), (4, 4096), (8, 8192))
 PAGED_PAGE_SIZES = (16, 64)
 # sequences, shared keys, own keys of each, tokens of a page
 PREFIX_CASES = ((64, 2048, 128, 16), (8, 2048, 128, 16))
+# sequences, old keys, new tokens of each, tokens of a page
+TREE_CASES = ((8, 4096, 16, 16),)
 PAGED_BAR = Bar(share=0.8)  # of reading the pages once, in the order of the table
 
 # ---- the same on a GPU ---------------------------------------------------------------------------
@@ -138,6 +140,12 @@ CUDA_MASK_BUILDER = Bar(at_most=60.0)
 
 CUDA_PAGED_BATCH_CONTEXT = ((1, 6144), (1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
 CUDA_PAGED_RAGGED = (65536, 31, 4096)  # one long sequence and 31 others
+CUDA_TREE_CASES = (
+    (8, 4096, 16, 16),
+    (1, 8192, 16, 16),
+    (64, 4096, 16, 16),
+    (64, 4096, 64, 16),
+)
 CUDA_PREFIX_CASES = (
     (64, 8192, 512, 16),
     (64, 8192, 512, 64),
