@@ -416,6 +416,55 @@ def test_qat_of_zeros_trains(recipe, what, device):
     assert_bits(trained, layer.decoded(torch.float32))
 
 
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize(
+    "recipe,dtype",
+    [(r, torch.float32) for r in gnn.RECIPES if r.startswith("qat-")]
+    + [("qat-w4", torch.bfloat16), ("qat-w8", torch.bfloat16)],
+)
+def test_qat_equals_the_finished_layer(recipe, bias, dtype):
+    """The layer in training and the finished layer multiply the same rounded activations by the
+    same rounded weight. Only the order of their sums may differ."""
+    gen = generator("qat finished", recipe, bias, dtype)
+    k = 520
+    layer = nn.Linear(k, 72, bias=bias)
+    with torch.no_grad():
+        layer.weight.copy_(randn(gen, 72, k))
+    layer.to(dtype)
+    x = randn(gen, 96, k).to(dtype)
+    done = gnn.quantize(layer, recipe, say=None)
+    with torch.no_grad():
+        layer.log_step.add_(0.1 * randn(gen, *layer.log_step.shape))
+        training = layer(x)
+        done.finish()
+        finished = layer(x)
+        size = x.double().abs() @ layer.decoded(torch.float32).double().abs().mT
+        if bias:
+            size += layer.bias.double().abs()
+    # Each of two sums of k float32 terms errs by at most k 2^-24 of the terms' sizes. A bfloat16
+    # result is rounded once more on each side.
+    most = 2 * k * 2.0**-24 * size
+    if dtype is torch.bfloat16:
+        most += 2.0**-8 * training.double().abs()
+    assert ((training.double() - finished.double()).abs() <= most).all()
+
+
+def test_qat_rounds_as_bfloat16_does():
+    from torch_gpukern.nn.quant.qat import straight_through, to_8_bits
+
+    gen = generator("8 bits")
+    x = torch.randint(-(2**31), 2**31, (1 << 16,), generator=gen).int().view(torch.float32)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 3.4028235e38, -3.4028235e38]
+    x = torch.cat([x, torch.tensor([*special, 1e-45, -1e-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8])])
+    want = x.bfloat16().float()
+    assert torch.equal(to_8_bits(x).nan_to_num(7.0), want.nan_to_num(7.0))
+    leaf = x.clone().requires_grad_()
+    seen = straight_through(leaf, want)
+    seen.sum().backward()
+    assert torch.equal(seen.detach().nan_to_num(7.0), want.nan_to_num(7.0))
+    assert torch.equal(leaf.grad, torch.ones_like(x))
+
+
 @pytest.mark.parametrize("value", (1.0, -(2.0**-20), 2.0**60))
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):

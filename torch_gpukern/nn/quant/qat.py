@@ -46,15 +46,23 @@ def rounded(x: Tensor, way: Way) -> Tensor:
 
 
 def to_8_bits(x: Tensor) -> Tensor:
-    """float32 x > 0 rounded to 8 significant bits, as bfloat16 does. In integers, because Inductor
+    """float32 x rounded to 8 significant bits, as bfloat16 does. In integers, because Inductor
     leaves out a cast to bfloat16 and back."""
     bits = x.view(torch.int32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)  # the sum of a NaN's bits may overflow
+
+
+def straight_through(x: Tensor, seen: Tensor) -> Tensor:
+    """`seen`, with the gradient of x. It is also right for an infinite x, where x + (seen - x)
+    would be NaN."""
+    return x + torch.where(seen == x, 0.0, seen - x).detach()
 
 
 class QatLinear(torch.nn.Linear):
     """`torch.nn.Linear` whose product uses the weight and the activations as the quantised layer will
-    round them.
+    round them. A 16-bit product rounds the decoded values of int8 and fp8 to its dtype, which the
+    quantised layer does not.
 
     ``step`` [out_features, groups] is the scale. ``log_step``, its log2, is a parameter that is
     trained with the weight. ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8)
@@ -91,7 +99,7 @@ class QatLinear(torch.nn.Linear):
         step = torch.exp2(self.log_step.float())
         if WAYS[self.recipe].codes is not None:
             return step
-        return step + (to_8_bits(step.detach()) - step.detach())
+        return straight_through(step, to_8_bits(step.detach()))
 
     def fake_weight(self) -> Tensor:
         """The weight as it will be decoded, float32, through which gradients go."""
@@ -116,13 +124,18 @@ class QatLinear(torch.nn.Linear):
         x = input
         if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        codes = WAYS[self.recipe].codes
+        codes, weight = WAYS[self.recipe].codes, self.fake_weight().to(x.dtype)
         if codes is not None:
             with torch.no_grad():
                 seen = dequantize(*quantize(x, codes, "row"), dtype=x.dtype)
-            x = x + (seen - x).detach()
+            x = straight_through(x, seen)
+        elif x.dtype is torch.float32:
+            # weight_gemm multiplies in 16 bits: the finished layer rounds float32 activations and
+            # the decoded weight to bfloat16.
+            x = straight_through(x, to_8_bits(x.detach()))
+            weight = straight_through(weight, to_8_bits(weight.detach()))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return linear(x, self.fake_weight().to(x.dtype), bias, activation=self.activation)
+        return linear(x, weight, bias, activation=self.activation)
 
     def extra_repr(self) -> str:
         groups = ceil_div(self.in_features, WAYS[self.recipe].group or max(1, self.in_features))
