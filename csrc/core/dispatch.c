@@ -71,9 +71,10 @@ static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t
 #ifdef GPUKERN_HAS_CUDA
 #define NO_TABLES "no kernel on CUDA; supported is the CPU"
 #else
-#define NO_TABLES                                                                        \
-    "this library was built without CUDA kernels, so it knows what a GPU would run for " \
-    "gemm alone; a build with GPUKERN_CUDA=1 knows it for every op, without a GPU"
+#define NO_TABLES                                                                               \
+    "what a GPU would run is known to a library with CUDA kernels, and this library was built " \
+    "without CUDA kernels: it knows it for gemm alone; run `make build GPUKERN_CUDA=1`, which " \
+    "needs nvcc and no GPU, and ask again"
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 

@@ -310,11 +310,21 @@ def test_explain_for_an_arch_refuses(capsys):
         assert capsys.readouterr().err.startswith(
             "explain: --arch describes a GPU that need not exist"
         )
-    if not torch.ops.gpukern.cuda_kernels.default():
-        assert main(["explain", "softmax", "4", "4", "--arch", "sm_90"]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("explain: ") and "was built without CUDA kernels" in said, said
-        assert "gemm alone; a build with GPUKERN_CUDA=1" in said, said
+
+
+@pytest.mark.skipif(
+    bool(torch.ops.gpukern.cuda_kernels.default()), reason="a build with CUDA kernels"
+)
+@pytest.mark.parametrize("op", [op for op in explained.CALLS if op != "gemm"])
+def test_explain_for_an_arch_without_cuda_kernels(op, capsys):
+    """The refusal names the op and the command that builds what is missing."""
+    sizes = ["4" for _ in explained.CALLS[op].sizes.split()]
+    assert main(["explain", op, *sizes, "--arch", "sm_90"]) == 1
+    said = capsys.readouterr().err
+    named = {"flash_attn_bwd": "flash_attn"}.get(op, op)
+    assert said.startswith(f"explain: gpukern::{named}"), said
+    assert "was built without CUDA kernels: it knows it for gemm alone" in said, said
+    assert "run `make build GPUKERN_CUDA=1`" in said, said
 
 
 def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
