@@ -118,6 +118,31 @@ def test_out_in_a_graph_of_inductor(name):
     torch._dynamo.reset()
     out = torch.empty_like(want)
     assert same_bits(torch.compile(fn, fullgraph=True)(out), want * 2) and same_bits(out, want)
+
+    def into_a_view(both):
+        out_op(**call, out=both[1])
+        return both * 2
+
+    both = torch.zeros(2, *want.shape)
+    doubled = torch.compile(into_a_view, fullgraph=True, dynamic=False)(both)
+    assert same_bits(both, torch.stack([torch.zeros_like(want), want]))
+    assert same_bits(doubled, both * 2)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ("gemm", "flash_attn_varlen", "paged_attn"))
+def test_out_in_a_dynamic_graph_of_inductor(name):
+    """A result of the graph's own, whose sizes are symbols."""
+    out_op, call, want = call_of(name)
+
+    def fn(like):
+        out = torch.empty_like(like)
+        out_op(**call, out=out)
+        return out * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True)
+    assert same_bits(compiled(torch.empty_like(want)), want * 2)
     torch._dynamo.reset()
 
 
