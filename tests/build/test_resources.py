@@ -280,15 +280,20 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
 
 @pytest.fixture(scope="module")
 def disassembled():
-    """[(a cubin, its kernels as nvdisasm prints them)] of flash_attn_fwd_sm90a, or of the whole
-    library with GPUKERN_TEST_ALL=1."""
+    """[(a cubin, its kernels as nvdisasm prints them)] of flash_attn_fwd_sm90a, of every object that
+    has code if others are drafts, or of the whole library with GPUKERN_TEST_ALL=1."""
     # this cubin is a tenth of the library
     own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu.o"
     if not own.exists():
         pytest.skip("this build has no kernels for sm_90a")
-    # the library of a build with drafts has few kernels
-    with ptxas_report.cubins(LIBRARY if ALL or drafts() else own, "sm_90", "sm_90a") as paths:
-        return [(path.read_bytes(), list(ptxas_report.disassembly(path))) for path in paths]
+    left = set(drafts())
+    objects = BUILD.glob("CMakeFiles/gk_cuda_*.dir/**/*.cu.o")
+    compiled = [built for built in objects if source_of(built) not in left]
+    found = []
+    for built in [LIBRARY] if ALL else compiled if left else [own]:
+        with ptxas_report.cubins(built, "sm_90", "sm_90a") as paths:
+            found += [(path.read_bytes(), list(ptxas_report.disassembly(path))) for path in paths]
+    return found
 
 
 def test_powers_of_attention_run_under_the_products(disassembled):
