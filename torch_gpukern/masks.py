@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ._library import NAMESPACE
 from .ops.attn_mask import DENSE, KEPT, RANGES, STORES, TILE, Layout
 from .ops.attn_mask import attn_mask as _attn_mask
+from .ops.wrong_types import refuse_types
 
 __all__ = [
     "AttnMask",
@@ -32,6 +33,11 @@ class AttnMask:
 
     Make one with `attn_mask_of`, `attn_mask_ranges`, `attn_mask_columns` or `attn_mask_blocks`.
     Equal masks give the same bits of attention, whichever function made them.
+
+    A mask can be copied, pickled and passed to a compiled or an exported program. To read a file
+    that holds one, call `torch.load` and `torch.export.load` within
+    ``torch.serialization.safe_globals([AttnMask])``. Kernels trust a mask's content, so load only
+    files that you trust.
 
     Attributes:
         shape: (B, H, Sq, Sk); B or H is 1 if all sequences or all heads share the mask.
@@ -123,13 +129,25 @@ def _flatten(mask: AttnMask) -> tuple[list[Tensor], tuple[int, int, int]]:
     return [mask.data], (mask.store, mask.seq_q, mask.seq_k)
 
 
+def _flatten_with_keys(mask: AttnMask) -> tuple[list[tuple[Any, Tensor]], tuple[int, int, int]]:
+    tensors, context = _flatten(mask)
+    return [(pytree.GetAttrKey("data"), tensors[0])], context
+
+
 def _unflatten(tensors: Any, context: tuple[int, int, int]) -> AttnMask:
     (data,) = tensors
     return AttnMask(data, *context)
 
 
+# torch.export names its inputs by the keys, and writes the context as JSON, which has no tuples
 pytree.register_pytree_node(
-    AttnMask, _flatten, _unflatten, serialized_type_name="torch_gpukern.AttnMask"
+    AttnMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="torch_gpukern.AttnMask",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
 )
 
 
@@ -175,6 +193,7 @@ def _by_head(name: str, argument: str, x: Tensor, dims: int, letters: str) -> Te
     """x with `dims` dimensions: up to two missing leading ones become 1."""
     if not isinstance(x, Tensor):
         raise _fail(name, f"{argument} must be a tensor, got {type(x).__name__}", TypeError)
+    refuse_types(f"{NAMESPACE}::{name}", ((argument, "Tensor", x),))
     if not dims - 2 <= x.dim() <= dims:
         raise _fail(
             name, f"{argument} must have {dims - 2} to {dims} dimensions {letters}, got {x.dim()}"
@@ -185,6 +204,9 @@ def _by_head(name: str, argument: str, x: Tensor, dims: int, letters: str) -> Te
 def _made(
     source: str, first: Tensor, seq_q: int, seq_k: int, is_causal: bool = False, **blocks: Any
 ) -> AttnMask:
+    for length, x in (("seq_q", seq_q), ("seq_k", seq_k)):
+        if isinstance(x, Tensor):  # the op would take it, and the mask would keep a tensor
+            raise _fail("attn_mask", f"{length} must be an int, got a tensor; pass int({length})")
     data = _attn_mask.call_named(
         first=first,
         source=source,

@@ -227,6 +227,26 @@ def test_pytree():
     assert len(leaves) == 2 and isinstance(again, gk.AttnMask) and again.shape == mask.shape
 
 
+@pytest.mark.parametrize("strict", (False, True))
+def test_an_input_of_an_exported_program(strict, tmp_path):
+    """A mask is an input as any tensor is, before and after the program is written to a file."""
+
+    class Attends(torch.nn.Module):
+        def forward(self, q, mask):
+            return gk.flash_attn(q, q, q, attn_mask=mask)
+
+    gen = generator("exported mask")
+    q = torch.randn(2, 3, 40, 8, generator=gen)
+    first, second = (torch.rand(2, 1, 40, 40, generator=gen) < 0.5 for _ in range(2))
+    program = torch.export.export(Attends(), (q, gk.attn_mask_of(first)), strict=strict)
+    torch.export.save(program, tmp_path / "attends.pt2")
+    with torch.serialization.safe_globals([gk.AttnMask]):
+        loaded = torch.export.load(tmp_path / "attends.pt2")
+    want = gk.flash_attn(q, q, q, attn_mask=second)
+    for run in (program.module(), loaded.module()):
+        assert_bits(run(q, gk.attn_mask_of(second)), want)
+
+
 def test_a_mask_holds_a_copy():
     ranges = torch.tensor([[0, 2], [1, 3]], dtype=torch.int32)
     mask = gk.attn_mask_ranges(ranges, 4)
@@ -243,6 +263,10 @@ REFUSED = (
     (lambda: gk.attn_mask_of(torch.ones(3).bool()), ValueError, "attn_mask_of: mask must have 2 "
                                                                 "to 4 dimensions"),
     (lambda: gk.attn_mask_of([True]), TypeError, "attn_mask_of: mask must be a tensor, got list"),
+    (lambda: gk.attn_mask_of(torch.ones(3, 3).bool().to_sparse()), ValueError,
+     "attn_mask_of: mask has layout torch.sparse_coo, expected a dense tensor"),
+    (lambda: gk.attn_mask_ranges(torch.ones(3, 2, dtype=torch.int32), torch.tensor(3)), ValueError,
+     "attn_mask: seq_k must be an int, got a tensor; pass int(seq_k)"),
     (lambda: gk.attn_mask_of(torch.ones(3, 3).bool(), seq_k=3), ValueError, "attn_mask_of: seq_k "
                                                                             "is for bits"),
     (lambda: gk.attn_mask_of(torch.ones(3, 3, dtype=torch.uint8), seq_k=25), ValueError,

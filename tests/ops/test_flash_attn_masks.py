@@ -630,6 +630,11 @@ REFUSED = (
         dict(attn_mask=t(5, 6, dtype=torch.int32)),
         "attn_mask must be bool or an AttnMask, got torch.int32",
     ),
+    (
+        dict(attn_mask=t(5, 6).bool().to_sparse()),
+        "attn_mask has layout torch.sparse_coo, expected a dense tensor",
+    ),
+    (dict(bias=t(5, 6).to_sparse()), "bias has layout torch.sparse_coo, expected a dense tensor"),
     (dict(attn_mask=t(6).bool()), "attn_mask must have 2 to 4 dimensions, got 1"),
     (dict(attn_mask=t(5, 5).bool()), "attn_mask must broadcast to [2, 4, 5, 6], got [1, 1, 5, 5]"),
     (

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._library import NAMESPACE, is_compiling
 from . import attention, fakes
 from .define import Op, define_op
+from .wrong_types import refuse_types
 
 __all__ = ["Scored", "declare", "refuse_scores", "scores_of"]
 
@@ -60,6 +61,7 @@ def scores_of(
 def _four_dims(name: str, argument: str, x: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{NAMESPACE}::{name}: {argument} must be a tensor, got {type(x).__name__}")
+    refuse_types(f"{NAMESPACE}::{name}", ((argument, "Tensor", x),))
     if not 2 <= x.dim() <= 4:
         raise ValueError(
             f"{NAMESPACE}::{name}: {argument} must have 2 to 4 dimensions, got {x.dim()}"
