@@ -37,6 +37,50 @@ def test_masks_of_mods(block):
     )
 
 
+@pytest.mark.parametrize("block", (128, 64, (64, 128), (256, 64)))
+@pytest.mark.parametrize("with_full", (False, True))
+def test_lists_without_a_mod(block, with_full):
+    """Only blocks that a BlockMask lists are seen. One made by from_kv_blocks may have no mask_mod,
+    and a mask_mod does not decide for full blocks."""
+    seq_q, seq_k = 300, 500
+    size_q, size_k = (block, block) if isinstance(block, int) else block
+    shape = 2, 1, -(-seq_q // size_q), -(-seq_k // size_k)
+    kind = torch.randint(0, 3, shape, generator=generator("lists", block, with_full))
+
+    def lists(blocks):
+        return blocks.sum(-1).int(), (~blocks).int().argsort(dim=-1, stable=True).int()
+
+    def pairs(blocks):
+        wide = blocks.repeat_interleave(size_q, 2).repeat_interleave(size_k, 3)
+        return wide[:, :, :seq_q, :seq_k]
+
+    below = torch.arange(seq_q)[:, None] * 2 >= torch.arange(seq_k)
+    mods = {"mask_mod": lambda b, h, i, j: 2 * i >= j} if with_full else {}
+    full = lists(kind == 2) if with_full else ()
+    want = pairs(kind == 1)
+    if with_full:
+        want = want & below | pairs(kind == 2)
+    mask = flex.BlockMask.from_kv_blocks(
+        *lists(kind == 1), *full, BLOCK_SIZE=block, seq_lengths=(seq_q, seq_k), **mods
+    )
+    assert_bits(mask_of(mask).dense(), want)
+    gen = generator("lists of blocks")
+    q, k = randn(gen, 2, 2, seq_q, 16), randn(gen, 2, 2, seq_k, 16)
+    assert_bits(flex_attention(q, k, k, block_mask=mask), gk.flash_attn(q, k, k, attn_mask=want))
+
+
+@pytest.mark.parametrize("block", (128, 64))
+def test_another_mod_makes_another_mask(block):
+    """gpt-fast gives a BlockMask another mask_mod after it was used."""
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 96, 96, "cpu", block)
+    assert_bits(mask_of(mask).dense(), torch.ones(1, 1, 96, 96).tril().bool())
+    mask.mask_mod = lambda b, h, i, j: (i >= j) & (j > 9)
+    want = torch.ones(1, 1, 96, 96).tril().bool()
+    want[..., :10] = False
+    assert_bits(mask_of(mask).dense(), want)
+    assert mask_of(mask) is mask_of(mask)
+
+
 def test_grouped_heads():
     q, k, v = tensors((4, 2))
     mask = flex.create_block_mask(window_and_documents, 1, 4, 300, 300, device="cpu")

@@ -9,15 +9,16 @@
     block_mask = create_block_mask(mask_mod, B, H, Sq, Sk, device=q.device)
     out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=block_mask)
 
-A BlockMask of any mask_mod is taken. mask_mod is evaluated once, for all pairs of positions. If the
-blocks are 128 x 128, the BlockMask's lists say which of them are full, partial or empty; otherwise
-the evaluated mask does. A score_mod is a program, which kernels that are compiled ahead cannot run.
+A BlockMask of any mask_mod is taken. mask_mod is evaluated once, for all pairs of positions. As in
+FlexAttention, it decides for the blocks that the BlockMask lists as partial. Full blocks are seen
+completely, and other blocks not at all. A score_mod is a program, which kernels that are compiled ahead cannot run.
 Only the three that this module makes are taken.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._library import NAMESPACE
@@ -51,30 +52,56 @@ def bias(t: Tensor) -> ScoreMod:
 
 
 def mask_of(block_mask: Any) -> AttnMask:
-    """A BlockMask as an `AttnMask`, made once for each BlockMask and kept with it."""
+    """A BlockMask as an `AttnMask`, made once for each BlockMask and kept with it. It is made again
+    if the BlockMask has another mask_mod, other lists or other lengths since."""
+    source = (block_mask.mask_mod, *_lists(block_mask))
+    lengths = tuple(block_mask.seq_lengths)
     kept = getattr(block_mask, "_gpukern_mask", None)
-    if kept is None:
-        kept = block_mask._gpukern_mask = _made(block_mask)
-    return kept
+    if kept is not None:
+        mask, its_lengths, its_source = kept
+        if its_lengths == lengths and all(x is y for x, y in zip(its_source, source, strict=True)):
+            return mask
+    mask = _made(block_mask)
+    block_mask._gpukern_mask = mask, lengths, source
+    return mask
+
+
+def _lists(block_mask: Any) -> tuple[Tensor | None, ...]:
+    return (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
 
 
 def _made(block_mask: Any) -> AttnMask:
     from torch.nn.attention.flex_attention import create_mask
 
     seq_q, seq_k = block_mask.seq_lengths
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    dense = create_mask(
-        block_mask.mask_mod, batch, heads, seq_q, seq_k, device=block_mask.kv_num_blocks.device
-    )
-    if tuple(block_mask.BLOCK_SIZE) != (TILE, TILE):
-        return attn_mask_of(dense)
-    lists = (
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-    )
-    return attn_mask_blocks(*lists, mask=dense, seq_q=seq_q, seq_k=seq_k)
+    num, indices, full_num, full_indices = lists = _lists(block_mask)
+    dense = create_mask(block_mask.mask_mod, *num.shape[:2], seq_q, seq_k, device=num.device)
+    if tuple(block_mask.BLOCK_SIZE) == (TILE, TILE):
+        return attn_mask_blocks(*lists, mask=dense, seq_q=seq_q, seq_k=seq_k)
+    dense = dense & _listed(num, indices, block_mask)
+    if full_num is not None:
+        dense = dense | _listed(full_num, full_indices, block_mask)
+    return attn_mask_of(dense)
+
+
+def _listed(num: Tensor, indices: Tensor, block_mask: Any) -> Tensor:
+    """The pairs in the blocks of one list, bool [B, H, Sq, Sk]."""
+    seq_q, seq_k = block_mask.seq_lengths
+    size_q, size_k = block_mask.BLOCK_SIZE
+    columns = -(-seq_k // size_k)
+    used = torch.arange(indices.shape[-1], device=num.device) < num[..., None]
+    # entries that are not used mark one column more, which is cut off
+    column = torch.where(used & (indices >= 0), indices, columns).clamp(max=columns).long()
+    blocks = torch.zeros(*num.shape, columns + 1, dtype=torch.bool, device=num.device)
+    blocks.scatter_(-1, column, True)
+    rows = torch.arange(seq_q, device=num.device) // size_q
+    keys = torch.arange(seq_k, device=num.device) // size_k
+    return blocks[:, :, rows[:, None], keys]
 
 
 def flex_attention(
