@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// paged_attn.cpp: paged_attn, kv_cache_write and rope_kv_write.
+// paged_attn.cpp: paged_attn, kv_cache_write, kv_cache_write_latent and rope_kv_write.
+#include "core/latent.h"
 #include "rules.h"
+#include "words.h"
 
 namespace gk {
 namespace {
@@ -29,6 +31,9 @@ struct PagedAttn {
         to.flags = GK_PAGED_WINDOW_RIGHT;
         if (allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
         if (batch_invariant) to.flags |= GK_PAGED_BATCH_INVARIANT;
+        static const char *const formats[] = {"none", "fp8_656"};
+        if (parse_word(name, "latent_format", latent_format, formats))
+            to.flags |= GK_PAGED_LATENT_FP8;
     }
     static void place(C &to, Results &r) {
         to.out = r[0].view;
@@ -86,10 +91,9 @@ bool overlaps_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slo
 
 // Copies t if it is a view of memory that the op writes. Otherwise one token could read what
 // another token has already written.
-template <class O> void copy_if_written(Tensor &t, const O &op, gk_tensor &to) {
-    if (!overlaps_a_write(t.view, op.k_cache, op.slots) &&
-        !overlaps_a_write(t.view, op.v_cache, op.slots))
-        return;
+template <class O, class... Caches>
+void copy_if_written(Tensor &t, const O &op, gk_tensor &to, const Caches &...caches) {
+    if (!(overlaps_a_write(t.view, caches, op.slots) || ...)) return;
     copy_dense(O::name, t);
     to = t.view;
 }
@@ -97,8 +101,34 @@ template <class O> void copy_if_written(Tensor &t, const O &op, gk_tensor &to) {
 void kv_cache_write(KvCacheWrite &op) {
     Checked<KvCacheWrite> c(op);
     if (op.slots.numel() == 0) return;
-    copy_if_written(op.k, op, c.args.k);
-    copy_if_written(op.v, op, c.args.v);
+    copy_if_written(op.k, op, c.args.k, op.k_cache, op.v_cache);
+    copy_if_written(op.v, op, c.args.v, op.k_cache, op.v_cache);
+    c.run();
+}
+
+struct KvCacheWriteLatent {
+    Tensor c, k_pe;      // [T, 1, 512], [T, 1, 64]
+    WrittenTensor cache; // [num_blocks, block_size, 1, 576], uint8 [..., 656]
+    Tensor slots;        // [T] int64 or int32
+
+    GK_OP_CHECKED_BY(kv_cache_write_latent, kv_cache_write, gk_kv_cache_write_args,
+                     "kv_cache_write_latent", 0)
+    GK_TENSORS(c, k_pe, cache, slots)
+
+    void fill(C &to) {
+        to.k = c.view;
+        to.v = k_pe.view;
+        to.k_cache = cache.view;
+        to.slots = slots.view;
+    }
+};
+
+void kv_cache_write_latent(KvCacheWriteLatent &op) {
+    Checked<KvCacheWriteLatent> c(op);
+    if (op.slots.numel() == 0) return;
+    gk_latent_parts(&c.args);
+    copy_if_written(op.c, op, c.args.k, op.cache);
+    copy_if_written(op.k_pe, op, c.args.v, op.cache);
     c.run();
 }
 
@@ -142,9 +172,9 @@ Tensor rope_kv_write(RopeKvWrite &op) {
     RopeKvWrite::Results results = {c.make(0)};
     if (op.slots.numel() == 0) return std::move(results[0]);
     RopeKvWrite::place(c.args, results);
-    copy_if_written(op.q, op, c.args.q);
-    copy_if_written(op.k, op, c.args.k);
-    copy_if_written(op.v, op, c.args.v);
+    copy_if_written(op.q, op, c.args.q, op.k_cache, op.v_cache);
+    copy_if_written(op.k, op, c.args.k, op.k_cache, op.v_cache);
+    copy_if_written(op.v, op, c.args.v, op.k_cache, op.v_cache);
     c.run();
     return std::move(results[0]);
 }
@@ -155,6 +185,7 @@ void implement(Library &m) {
     m.impl("paged_attn.out", op_out<PagedAttn>);
     m.impl("explain_paged_attn", op_explain<PagedAttn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
+    m.impl("kv_cache_write_latent", boxed<kv_cache_write_latent>);
     m.impl("rope_kv_write", boxed<rope_kv_write>);
     m.impl("explain_rope_kv_write", op_explain<RopeKvWrite>);
 }
@@ -162,6 +193,7 @@ void implement(Library &m) {
 void implement_shapes(Library &m) {
     m.impl("paged_attn_results", op_results<PagedAttn>);
     m.impl("kv_cache_write_results", op_results<KvCacheWrite>);
+    m.impl("kv_cache_write_latent_results", op_results<KvCacheWriteLatent>);
     m.impl("rope_kv_write_results", op_results<RopeKvWrite>);
 }
 

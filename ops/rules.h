@@ -57,7 +57,8 @@
     X(DO, OptTensor, kv_start,      None,   RULES,   _,  _,  _,   _,   _,  _,  _,   x,    _,  _)  \
     X(DO, int64_t,   window_right,  -1,     RULES,   _,  _,  _,   _,   _,  _,  _,   x,    _,  _)  \
     X(DO, bool,      allow_short,   False,  BY_HAND, _,  _,  _,   _,   _,  _,  _,   x,    _,  _)  \
-    X(DO, bool,      batch_invariant, False, BY_HAND, _, _,  _,   _,   _,  _,  _,   x,    _,  _)
+    X(DO, bool,      batch_invariant, False, BY_HAND, _, _,  _,   _,   _,  _,  _,   x,    _,  _)  \
+    X(DO, String,    latent_format, "none", BY_HAND, _,  _,  _,   _,   _,  _,  _,   x,    _,  _)
 
 // ---- columns ------------------------------------------------------------------------------------
 #define GK_IF_x(...) __VA_ARGS__

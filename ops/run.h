@@ -29,14 +29,17 @@ template <class F, class... T> void visit(F &f, T &...tensors) { (f(tensors), ..
     template <class F> void tensors(F &f) { gk::visit(f, __VA_ARGS__); } \
     static constexpr const char *names = #__VA_ARGS__;
 
-#define GK_OP(stem, arguments, text, many)         \
-    using C = arguments;                           \
-    using Results = std::array<gk::Tensor, many>;  \
-    static constexpr const char *name = text;      \
-    static constexpr int num_results = many;       \
-    static constexpr auto check = gk_check_##stem; \
-    static constexpr auto plan = gk_plan_##stem;   \
-    static constexpr auto run = gk_run_##stem;     \
+#define GK_OP(stem, arguments, text, many) GK_OP_CHECKED_BY(stem, stem, arguments, text, many)
+
+// GK_OP whose calls are checked by another gk_check_<checked>.
+#define GK_OP_CHECKED_BY(checked, stem, arguments, text, many) \
+    using C = arguments;                                       \
+    using Results = std::array<gk::Tensor, many>;              \
+    static constexpr const char *name = text;                  \
+    static constexpr int num_results = many;                   \
+    static constexpr auto check = gk_check_##checked;          \
+    static constexpr auto plan = gk_plan_##stem;               \
+    static constexpr auto run = gk_run_##stem;                 \
     static constexpr auto describe = gk_describe_##stem;
 
 // The tensor whose order of dimensions result i follows: op.stored_like(i) if the op declares it.

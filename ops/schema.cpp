@@ -299,6 +299,8 @@ void define(gk::Library &m) {
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
+    m.def("kv_cache_write_latent(Tensor c, Tensor k_pe, Tensor(a!) cache, Tensor slots) -> ()");
+    m.def("kv_cache_write_latent_results(Tensor c, Tensor k_pe, Tensor cache, Tensor slots) -> ()");
     m.def("rope_kv_write" ROPE_KV_WRITE_ARGS("(a!)", "(b!)") " -> Tensor out_q");
     m.def("rope_kv_write_results" ROPE_KV_WRITE_ARGS("", "") " -> Tensor out_q");
     def_explain(m, "rope_kv_write", ROPE_KV_WRITE_ARGS("", ""));

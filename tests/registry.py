@@ -76,6 +76,19 @@ def write(**change):
     )
 
 
+def latent_write(**change):
+    """A valid kv_cache_write_latent call with some of its arguments changed."""
+    return (
+        dict(
+            c=t(3, 1, 512),
+            k_pe=t(3, 1, 64),
+            cache=torch.zeros(5, 4, 1, 576),
+            slots=torch.tensor([0, 19, -1]),
+        )
+        | change
+    )
+
+
 def rotated_write(**change):
     """A valid rope_kv_write call with some of its arguments changed."""
     angles = dict(cos=t(6, 3), sin=t(6, 3), positions=torch.tensor([4, 0, 5]))
@@ -670,6 +683,63 @@ VALUE_ERRORS = [
     ("kv_cache_write", write(slots=torch.tensor([0, 1])), "slots must have shape [3], got [2]"),
     ("kv_cache_write", write(k_scale=t(3)), "k_scale must have shape [] or [2], got [3]"),
     ("kv_cache_write", write(v_scale=t(2, dtype=F64)), "v_scale must be float32, got float64"),
+    # ---- kv_cache_write_latent
+    (
+        "kv_cache_write_latent",
+        latent_write(c=t(3, 512)),
+        "c must have 3 dimensions [T, 1, 512], got 2",
+    ),
+    ("kv_cache_write_latent", latent_write(c=t(3, 1, 512).int()), f"c must be {FLOATS}, got int32"),
+    (
+        "kv_cache_write_latent",
+        latent_write(c=t(3, 1, 256)),
+        "c must have shape [3, 1, 512], got [3, 1, 256]",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(c=t(3, 2, 512)),
+        "c must have shape [3, 1, 512], got [3, 2, 512]",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(k_pe=t(4, 1, 64)),
+        "k_pe must have shape [3, 1, 64], got [4, 1, 64]",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(k_pe=t(3, 1, 64, dtype=BF16)),
+        "k_pe has dtype bfloat16, c has float32; they must match",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(cache=torch.zeros(5, 4, 1, 576, dtype=BF16)),
+        "cache has dtype bfloat16, expected float32, or uint8 for latents in rows of 656 bytes",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(cache=torch.zeros(5, 4, 1, 512)),
+        "cache must have shape [num_blocks, block_size, 1, 576], got [5, 4, 1, 512]",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(cache=torch.zeros(5, 4, 576, dtype=torch.uint8)),
+        "cache of uint8 must have shape [num_blocks, block_size, 1, 656], got [5, 4, 576]",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(cache=torch.zeros(5, 4, 1, 660, dtype=torch.uint8)[..., 2:658]),
+        "cache has rows that do not begin at multiples of 16 bytes",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(slots=t(3)),
+        "slots must be int64 or int32, got float32",
+    ),
+    (
+        "kv_cache_write_latent",
+        latent_write(slots=torch.tensor([0, 1])),
+        "slots must have shape [3], got [2]",
+    ),
     # ---- attn_merge
     ("attn_merge", merge(out_a=t(3, 2, 8).int()), f"out_a must be {FLOATS}, got int32"),
     ("attn_merge", merge(lse_a=t(3, 3)), "lse_a must have shape [3, 2], got [3, 3]"),
@@ -732,6 +802,8 @@ INDEX_ERRORS = [
     ("rope_kv_write", rotated_write(positions=i32(0, 1, 6)), "positions is expected to hold rows "
                                                              "of cos, [0, 6), got 6 at token 2"),
     ("rope_kv_write", rotated_write(slots=torch.tensor([0, 20, -1])),
+     "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[1] = 20"),
+    ("kv_cache_write_latent", latent_write(slots=torch.tensor([0, 20, -1])),
      "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[1] = 20"),
     ("kv_cache_write", write(slots=torch.tensor([0, 20, -1])),
      "slots is expected to hold slots below 20 (num_blocks * block_size), got slots[1] = 20"),
@@ -879,6 +951,9 @@ OPS = {
             "scales": dict(slots=i32(0, 19, -1), k_scale=t(2), v_scale=torch.tensor(1.0)),
         },
     ),
+    "kv_cache_write_latent": Registered(
+        latent_write, variants={"": {}, "int32": dict(slots=i32(0, 19, -1))}
+    ),
     "rope_kv_write": Registered(
         rotated_write,
         explained=True,
@@ -978,6 +1053,7 @@ OPS = {
     ),
 }
 WIDE = ("alibi_slopes", "sinks", "lse_a", "lse_b", "k_scale", "v_scale", "cos", "sin")
+IN_PLACE = {"kv_cache_write", "kv_cache_write_latent"}  # ops without a result
 VARIANTS = tuple((name, variant) for name, op in OPS.items() for variant in op.variants)
 
 

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn: the checks and the costs of gk_paged_attn, gk_kv_cache_write and gk_rope_kv_write. */
+/* paged_attn: the checks and the costs of gk_paged_attn, gk_kv_cache_write and gk_rope_kv_write,
+ * and gk_kv_cache_write_latent, which is a kv_cache_write of two parts of each row. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
+#include "../core/latent.h"
 #include "../core/paged.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -17,9 +19,14 @@ static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor 
     const gk_dtype dtype = cache->dtype;
     if (gk_is_code(k_cache->dtype) && k_cache != cache)
         return gk_check_same_dtype(io, name, cache, "k_cache", k_cache);
+    const bool latent =
+        dtype == GK_U8 && cache->ndim > 0 && cache->shape[cache->ndim - 1] == GK_LATENT_BYTES;
     GK_REQUIRE(dtype != GK_U8,
                "%s has dtype uint8, expected %s, float8_e4m3fn, float8_e5m2 or int8%s", name,
-               io->dtype_name(first->dtype), gk_bytes_hint(dtype));
+               io->dtype_name(first->dtype),
+               latent ? "; latents in rows of 656 bytes are read with latent_format=\"fp8_656\" of "
+                        "paged_attn and written by kv_cache_write_latent"
+                      : gk_bytes_hint(dtype));
     if (k_cache != cache || (dtype != GK_E4M3 && dtype != GK_E5M2 && dtype != GK_I8))
         return gk_check_same_dtype(io, name, cache, first_name, first);
     return GK_OK;
@@ -44,6 +51,50 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
     GK_TRY(gk_check_same("v_cache", "block_size", v_cache->shape[1], "k_cache", k_cache->shape[1]));
     GK_TRY(gk_check_same("v_cache", "heads", v_cache->shape[2], "k_cache", k_cache->shape[2]));
     return gk_check_cache_head_dim("v_cache", written ? WRITES : ctx->device, v_cache->shape[3]);
+}
+
+/* Checks the strides of latents in 8 bits. Kernels read 16 bytes at once. */
+static gk_status check_latent_rows(const gk_io *io, const char *name, const gk_tensor *cache) {
+    GK_REQUIRE(cache->ndim == 4 && cache->shape[2] == 1 && cache->shape[3] == GK_LATENT_BYTES,
+               "%s of uint8 must have shape [num_blocks, block_size, 1, %d], got %s", name,
+               GK_LATENT_BYTES, gk_text_of(cache->ndim, cache->shape).text);
+    GK_REQUIRE(cache->shape[1] > 0, "%s has block_size 0; it must be 1 or more", name);
+    if (gk_numel(cache) == 0) return GK_OK;
+    GK_REQUIRE(cache->stride[3] == 1, "%s has stride %lld in its last dimension, expected 1", name,
+               (long long)cache->stride[3]);
+    bool aligned = io->depth == GK_SHAPES || (uintptr_t)cache->data % 16 == 0;
+    for (int d = 0; d < 2; ++d) aligned &= cache->shape[d] == 1 || cache->stride[d] % 16 == 0;
+    GK_REQUIRE(aligned, "%s has rows that do not begin at multiples of 16 bytes", name);
+    return GK_OK;
+}
+
+/* Checks the caches of latents in 8 bits, GK_PAGED_LATENT_FP8. */
+static gk_status check_latent_caches(const gk_context *ctx, gk_io *io,
+                                     const gk_paged_attn_args *p) {
+    const gk_tensor *q = &p->q, *k_cache = &p->k_cache, *v_cache = &p->v_cache;
+    if (ctx->device != GK_CPU)
+        return gk_fail(GK_ERR_UNSUPPORTED, "latent_format fp8_656 has no kernel on CUDA; keep the "
+                                           "latents in q's dtype there");
+    GK_REQUIRE(q->shape[2] == GK_CACHE_HEAD_DIM,
+               "q has head_dim %lld, latent_format fp8_656 expects %d", (long long)q->shape[2],
+               GK_CACHE_HEAD_DIM);
+    GK_TRY(gk_take(io, "k_cache", k_cache, GK_DENSE_LAST));
+    GK_REQUIRE(k_cache->dtype == GK_U8, "k_cache has dtype %s, latent_format fp8_656 expects uint8",
+               io->dtype_name(k_cache->dtype));
+    GK_TRY(check_latent_rows(io, "k_cache", k_cache));
+    GK_TRY(gk_take(io, "v_cache", v_cache, GK_DENSE_LAST));
+    GK_REQUIRE(v_cache->ndim == 4 && v_cache->shape[3] == GK_LATENT_DIM && gk_is_latent(p),
+               "v_cache must be k_cache[..., :%d] with latent_format fp8_656, got %s of dtype %s",
+               GK_LATENT_DIM, gk_text_of(v_cache->ndim, v_cache->shape).text,
+               io->dtype_name(v_cache->dtype));
+    for (int d = 0; d < 3; ++d)
+        GK_REQUIRE(v_cache->shape[d] == k_cache->shape[d],
+                   "v_cache must be k_cache[..., :%d] with latent_format fp8_656, got %s",
+                   GK_LATENT_DIM, gk_text_of(4, v_cache->shape).text);
+    GK_REQUIRE(!p->k_scale && !p->v_scale,
+               "%s is given with latent_format fp8_656, whose rows hold their scales; leave it out",
+               p->k_scale ? "k_scale" : "v_scale");
+    return GK_OK;
 }
 
 /* A scale is [] or [Hkv]. For 8-bit caches it may be float32 whatever the dtype, and also
@@ -80,7 +131,10 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(gk_check_float(io, "q", q));
     GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
     GK_TRY(gk_check_cache_head_dim("q", ctx->device, q->shape[2]));
-    GK_TRY(check_caches(ctx, io, "q", q, &p->k_cache, &p->v_cache, false));
+    if (p->flags & GK_PAGED_LATENT_FP8)
+        GK_TRY(check_latent_caches(ctx, io, p));
+    else
+        GK_TRY(check_caches(ctx, io, "q", q, &p->k_cache, &p->v_cache, false));
     const int64_t tokens = q->shape[0], heads_q = q->shape[1], heads_kv = p->k_cache.shape[2];
     GK_TRY(gk_check_heads(heads_q, "k_cache", heads_kv));
     GK_TRY(gk_take(io, "block_table", &p->block_table, GK_ANY_STRIDES));
@@ -99,8 +153,8 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
                    "multiple of them",
                    (long long)tokens, (long long)batch);
     }
-    GK_REQUIRE(p->flags <=
-                   (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT | GK_PAGED_BATCH_INVARIANT),
+    GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT |
+                            GK_PAGED_BATCH_INVARIANT | GK_PAGED_LATENT_FP8),
                "flags is %u, expected gk_paged_flags", (unsigned)p->flags);
     GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
                "allow_short on CUDA needs is_causal or window_right=0");
@@ -170,6 +224,61 @@ gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write
     return gk_reads_contents(io, ctx) ? gk_check_slots(w) : GK_OK;
 }
 
+gk_status gk_check_kv_cache_write_latent(const gk_context *ctx, const gk_kv_cache_write_args *w,
+                                         gk_io *io) {
+    const gk_tensor *c = &w->k, *k_pe = &w->v, *cache = &w->k_cache;
+    GK_TRY(gk_take(io, "c", c, GK_ANY_STRIDES));
+    GK_TRY(gk_check_float(io, "c", c));
+    GK_TRY(gk_check_dims("c", c, 3, "[T, 1, 512]"));
+    const int64_t tokens = c->shape[0], c_shape[3] = {tokens, 1, GK_LATENT_DIM},
+                  k_pe_shape[3] = {tokens, 1, GK_LATENT_ROPE};
+    GK_TRY(gk_check_shape("c", c, 3, c_shape));
+    GK_TRY(gk_take(io, "k_pe", k_pe, GK_ANY_STRIDES));
+    GK_TRY(gk_check_same_dtype(io, "k_pe", k_pe, "c", c));
+    GK_TRY(gk_check_shape("k_pe", k_pe, 3, k_pe_shape));
+    GK_TRY(gk_take(io, "cache", cache, GK_ANY_STRIDES));
+    gk_taken_is_written(io);
+    if (cache->dtype == GK_U8) {
+        GK_REQUIRE(c->dtype != GK_F64,
+                   "c must be float32, bfloat16 or float16 for a cache of uint8, got float64");
+        GK_TRY(check_latent_rows(io, "cache", cache));
+    } else {
+        GK_REQUIRE(cache->dtype == c->dtype,
+                   "cache has dtype %s, expected %s, or uint8 for latents "
+                   "in rows of 656 bytes",
+                   io->dtype_name(cache->dtype), io->dtype_name(c->dtype));
+        GK_REQUIRE(cache->ndim == 4 && cache->shape[2] == 1 && cache->shape[3] == GK_CACHE_HEAD_DIM,
+                   "cache must have shape [num_blocks, block_size, 1, %d], got %s",
+                   GK_CACHE_HEAD_DIM, gk_text_of(cache->ndim, cache->shape).text);
+        GK_REQUIRE(cache->shape[1] > 0, "cache has block_size 0; it must be 1 or more");
+    }
+    GK_TRY(gk_take(io, "slots", &w->slots, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtypes(io, "slots", &w->slots, GK_I64, GK_I32));
+    GK_TRY(gk_check_length_of("slots", &w->slots, tokens));
+    if (cache->dtype == GK_U8 && ctx->device != GK_CPU)
+        return gk_fail(GK_ERR_UNSUPPORTED, "cache has dtype uint8, which has no kernel on CUDA");
+    GK_TRY(check_written(io, 2));
+    if (!gk_reads_contents(io, ctx)) return GK_OK;
+    gk_kv_cache_write_args parts = *w;
+    gk_latent_parts(&parts);
+    return gk_check_slots(&parts);
+}
+
+static gk_status write_latent(const gk_context *ctx, const gk_kv_cache_write_args *args) {
+    gk_io io;
+    gk_io_begin(&io, GK_CONTENTS);
+    GK_REQUIRE(args, "args is NULL");
+    GK_TRY(gk_check_context(ctx, args->size, sizeof *args));
+    GK_TRY(gk_check_kv_cache_write_latent(ctx, args, &io));
+    gk_kv_cache_write_args parts = *args;
+    gk_latent_parts(&parts);
+    return gk_dispatch_call(ctx, GK_OP_KV_CACHE_WRITE, parts.k.dtype, &parts, NULL, 0);
+}
+
+gk_status gk_kv_cache_write_latent(const gk_context *ctx, const gk_kv_cache_write_args *args) {
+    return gk_named("gk_kv_cache_write_latent", write_latent(ctx, args));
+}
+
 gk_status gk_check_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_args *a, gk_io *io) {
     const gk_tensor *q = &a->q, *k = &a->k, *v = &a->v;
     GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
@@ -220,7 +329,7 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args,
     const int64_t batch = args->seq_lens.shape[0], heads_kv = args->k_cache.shape[2];
     const double dims = (double)(args->q.shape[2] + args->v_cache.shape[3]);
     /* a latent cache holds the values within the keys */
-    const double row = gk_is_latent(args) ? (double)args->q.shape[2] : dims;
+    const double row = gk_is_latent(args) ? (double)args->k_cache.shape[3] : dims;
     double keys = 0, pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
         /* lengths on a GPU are not read; every sequence then counts with all keys of its row of

@@ -6,6 +6,7 @@
 #define GPUKERN_REF_ATTN_H
 
 #include "../formats/attn_dropout.h"
+#include "../formats/latent_row.h"
 #include "../core/attn_mask.h"
 #include "../core/internal.h"
 #include "../core/paged.h"
@@ -26,6 +27,9 @@ static inline const double *ref_row(const gk_tensor *t, int64_t offset, int64_t 
     case GK_F64: return gk_at(t->data, 8 * offset);
     case GK_F32:
         for (int64_t d = 0; d < n; ++d) buf[d] = ((const float *)t->data)[offset + d];
+        break;
+    case GK_U8: /* of attention's tensors only caches of latents have it */
+        for (int64_t d = 0; d < n; ++d) buf[d] = gk_latent_value(gk_at(t->data, offset), d);
         break;
     default:
         for (int64_t d = 0; d < n; ++d) buf[d] = gk_load(t->data, t->dtype, offset + d);

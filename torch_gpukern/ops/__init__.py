@@ -18,7 +18,7 @@ from .keywords import keep_defaults_constant
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
 from .norm import layer_norm, rms_norm
-from .paged_attn import kv_cache_write, paged_attn
+from .paged_attn import kv_cache_write, kv_cache_write_latent, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
 from .quantize_attn import QuantizedAttn, quantize_attn
 from .rope import rope
@@ -48,6 +48,7 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "kv_cache_write",
+    "kv_cache_write_latent",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

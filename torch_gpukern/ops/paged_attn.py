@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs.
-Neither has a gradient.
+"""paged_attn, kv_cache_write and kv_cache_write_latent: public functions and declarations: fakes,
+autocast rule, FLOPs. None has a gradient.
 
 The build makes overloads of paged_attn by the value of return_lse from its signature
 (cmake/stubs.py).
 """
 
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .paged_tree import Tree
 from .shared_prefix import SharedPrefix
 from .wrong_types import refuse_non_bool
 
-__all__ = ["kv_cache_write", "paged_attn"]
+__all__ = ["kv_cache_write", "kv_cache_write_latent", "paged_attn"]
 
 
 def paged_attn(
@@ -45,6 +45,7 @@ def paged_attn(
     window_right: int = -1,
     allow_short: bool = False,
     batch_invariant: bool = False,
+    latent_format: Literal["none", "fp8_656"] = "none",
     prefix: SharedPrefix | None = None,
     attn_mask: Tensor | None = None,
     return_lse: bool = False,
@@ -98,6 +99,11 @@ def paged_attn(
         batch_invariant: the bits of a sequence's results depend on that sequence alone, not on the
             others of the call. `torch_gpukern.batch_invariant` switches this on for every call.
             docs/numerics.md says when it holds anyway on the CPU, and what it costs on CUDA.
+        latent_format: ``"fp8_656"`` reads latents in 8 bits. k_cache is uint8 [num_blocks,
+            block_size, 1, 656], v_cache is ``k_cache[..., :512]``, D is 576 and the result has 512
+            columns. A row is 512 codes of float8_e4m3fn, four float32 scales of 128 columns each,
+            and 64 bfloat16. `kv_cache_write_latent` writes such rows. They begin at multiples of 16
+            bytes. Neither k_scale nor v_scale is taken. The CPU only.
         prefix: keys that sequences of the call share, which are then read once for all of them. The
             result is that of the call without it, but for one rounding to q's dtype of the shared
             part and of the own part. Not beside kv_start. With window_left, alibi_slopes or
@@ -146,7 +152,13 @@ def paged_attn(
         _check_prefix(prefix, kv_start)
         if window_left < 0 and alibi_slopes is None and not invariant:
             # Sinks count once, in the sequences' own part.
-            how = {"scale": scale, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
+            how = {
+                "scale": scale,
+                "softcap": softcap,
+                "k_scale": k_scale,
+                "v_scale": v_scale,
+                "latent_format": latent_format,
+            }
             own = {
                 "cu_seqlens_q": cu_seqlens_q,
                 "max_seqlen_q": max_seqlen_q,
@@ -177,6 +189,7 @@ def paged_attn(
         window_right,
         allow_short,
         invariant,
+        latent_format,
     )
 
 
@@ -286,14 +299,60 @@ def kv_cache_write(
         _write(*args)
 
 
+def kv_cache_write_latent(
+    c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *more: NoReturn, **unknown: NoReturn
+) -> None:
+    """Writes new rows into the pages of a cache of latent attention (MLA).
+
+    Row ``s % block_size`` of page ``s // block_size`` becomes ``cat(c[t], k_pe[t])``, with
+    ``s = slots[t]``. A uint8 cache takes rows of 656 bytes, which `paged_attn` reads with
+    ``latent_format="fp8_656"``: codes and scales of c, those of ``quantize(c,
+    torch.float8_e4m3fn, "1x128")``, and k_pe in bfloat16.
+
+    Args:
+        c: [T, 1, 512], the latents: the cache's dtype; float32, bfloat16 or float16 for a uint8
+            cache. Any strides. c and k_pe may share memory with the cache: the result is as if all
+            of both were read before anything is written.
+        k_pe: [T, 1, 64], the part of the keys that carries the rotary position, c's dtype, any
+            strides.
+        cache: [num_blocks, block_size, 1, 576] of any strides, or uint8 [num_blocks, block_size, 1,
+            656], whose rows are contiguous and begin at multiples of 16 bytes. The CPU alone takes
+            uint8. Written in place.
+        slots: [T] int64 or int32. Tokens with a negative slot are skipped. slots must not share
+            memory with the cache.
+
+    There is no gradient: if grad mode is on and an input requires one, the call raises
+    NotImplementedError. Autocast casts nothing.
+
+    Raises:
+        ValueError: a shape, dtype, device or strides that the op does not take.
+        IndexError: on the CPU, a slot past the end of the cache, before anything is written. On
+            CUDA such a token is skipped, and the next call or `check_errors` raises.
+
+    DeepSeek-AI, "DeepSeek-V2" (2024), arXiv:2405.04434.
+    """
+    if more or unknown:
+        refuse_unknown(kv_cache_write_latent, unknown, more)
+    args = c, k_pe, cache, slots
+    if traced() or (is_grad_enabled() and any_requires_grad(*args)):
+        _kv_cache_write_latent.overload(*args)
+    else:
+        _write_latent(*args)
+
+
 # ---- fake functions ------------------------------------------------------------------------------
 
 
-def _symbolic(q, k_cache, v_cache, block_table, seq_lens, **_):
+def _symbolic(q, k_cache, v_cache, block_table, seq_lens, latent_format, **_):
     n = fakes.sizes(
         "paged_attn",
         q=(q, "T Hq D"),
-        k_cache=(k_cache, "num_blocks block_size Hkv D"),
+        k_cache=(
+            k_cache,
+            "num_blocks block_size Hkv D"
+            if latent_format == "none"
+            else "num_blocks block_size Hkv bytes",
+        ),
         v_cache=(v_cache, "num_blocks block_size Hkv Dv"),
         block_table=(block_table, "B max_blocks"),
         seq_lens=(seq_lens, "B"),
@@ -311,6 +370,17 @@ def _write_symbolic(k, v, k_cache, v_cache, slots, **_):
         v=(v, "T Hkv Dv"),
         k_cache=(k_cache, "num_blocks block_size Hkv D"),
         v_cache=(v_cache, "num_blocks block_size Hkv Dv"),
+        slots=(slots, "T"),
+    )
+    return ()
+
+
+def _write_latent_symbolic(c, k_pe, cache, slots, **_):
+    fakes.sizes(
+        "kv_cache_write_latent",
+        c=(c, "T heads latent"),
+        k_pe=(k_pe, "T heads rotary"),
+        cache=(cache, "num_blocks block_size heads row"),
         slots=(slots, "T"),
     )
     return ()
@@ -348,3 +418,7 @@ _paged_attn = define_op(
 )
 _kv_cache_write, _write = define_in_place("kv_cache_write", _write_symbolic, ("k_cache", "v_cache"))
 hide_unknown(kv_cache_write)
+_kv_cache_write_latent, _write_latent = define_in_place(
+    "kv_cache_write_latent", _write_latent_symbolic, ("cache",)
+)
+hide_unknown(kv_cache_write_latent)

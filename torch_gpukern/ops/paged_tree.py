@@ -73,6 +73,11 @@ class Tree:
 
 def _attend(op: Op, attn_mask: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """out and lse. `given` has all arguments of the op by name."""
+    if given["latent_format"] != "none":
+        raise ValueError(
+            f"paged_attn: latent_format is {given['latent_format']} with attn_mask, which takes rows "
+            "of elements: leave out one of the two, or keep the latents in q's dtype"
+        )
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     block_table, seq_lens = given["block_table"], given["seq_lens"]
     if not traced():

@@ -66,6 +66,7 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "kv_cache_write",
+    "kv_cache_write_latent",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -340,11 +341,15 @@ def paged_attn(
 
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
     Dv]; block_table [B, max_blocks]; seq_lens [B] includes the new tokens. 8-bit caches may have
-    scales [], [Hkv] or [num_blocks, Hkv].
+    scales [], [Hkv] or [num_blocks, Hkv]; with latent_format "fp8_656", k_cache is uint8
+    [num_blocks, block_size, 1, 656] and v_cache its view of 512 columns.
     """
     rules = Rules(given)
     if attn_mask is not None:
         rules = rules.but(is_causal=False)
+    if rules.latent_format != "none":
+        k_cache = _latents_of(k_cache, accumulator(q.dtype))
+        v_cache = k_cache[..., :512]
     num_blocks, block_size = k_cache.shape[:2]
     batch, acc = seq_lens.shape[0], accumulator(q.dtype)
     if rules.cu_seqlens_q is not None:
@@ -395,6 +400,15 @@ def _of_pages(cache: Tensor, scale: Tensor | None, pages: Tensor, acc: torch.dty
     return x.flatten(0, 1)
 
 
+def _latents_of(rows: Tensor, acc: torch.dtype) -> Tensor:
+    """Rows of 656 bytes as rows of 576 elements: 512 e4m3 codes, four float32 scales of 128 columns
+    each, 64 bfloat16."""
+    codes, scales, rotary = rows[..., :512], rows[..., 512:528], rows[..., 528:656]
+    values = codes.contiguous().view(torch.float8_e4m3fn).to(acc).unflatten(-1, (4, 128))
+    values = values * scales.contiguous().view(torch.float32).to(acc)[..., None]
+    return torch.cat([values.flatten(-2), rotary.contiguous().view(torch.bfloat16).to(acc)], dim=-1)
+
+
 def kv_cache_write(
     k: Tensor,
     v: Tensor,
@@ -420,6 +434,22 @@ def kv_cache_write(
             limit = torch.finfo(cache.dtype).max
             x = x.clamp(-limit, limit)
         cache[page, row] = x.to(cache.dtype)
+
+
+def kv_cache_write_latent(c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Writes token t of c [T, 1, 512] and k_pe [T, 1, 64] to row slots[t] % block_size of page
+    slots[t] // block_size, as 576 elements or, into uint8, as 656 bytes (_latents_of). Negative
+    slots are skipped.
+    """
+    if cache.dtype != torch.uint8:
+        kv_cache_write(c, k_pe, cache[..., :512], cache[..., 512:], slots)
+        return
+    codes, scales = quantize(c, torch.float8_e4m3fn, "1x128")
+    parts = codes, scales, k_pe.to(torch.bfloat16)
+    rows = torch.cat([x.contiguous().view(torch.uint8) for x in parts], dim=-1)
+    taken = slots >= 0
+    at = slots[taken].long()
+    cache[at // cache.shape[1], at % cache.shape[1]] = rows[taken]
 
 
 def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,15 @@
  * kv_cache_write: k [T, Hkv, D] and v [T, Hkv, Dv] go to row s % block_size of page s /
  * block_size of the caches, s = slots[t]. 8-bit caches hold codes of k / k_scale and v /
  * v_scale. A task is one head of k or of v. It takes the tokens in order, so that the last of
- * two tokens with one slot stays.
+ * two tokens with one slot stays. Caches of GK_U8 are the two parts of latents in 8 bits
+ * (core/latent.h).
  *
  * attn_merge: lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b -
  * lse). A task is a range of rows. A side that saw no key (lse -inf) is not read, and the other
  * side is copied.
  *
  * Not served: float64 (ref/). */
+#include "../../formats/latent_row.h"
 #include "../kernels.h"
 #include "codes_vec.h"
 
@@ -63,6 +65,30 @@ static void write_row(const char *from, int64_t from_stride, char *to, int64_t t
     }
 }
 
+/* Writes a part of a row of latents: n is 512 for the codes and scales, 64 for the rotary part. */
+static void write_latent(const char *from, int64_t from_stride, gk_dtype dtype, char *to,
+                         int64_t n) {
+    if (n == GK_LATENT_ROPE) {
+        for (int64_t d = 0; d < n; ++d)
+            gk_store(to, GK_BF16, d, gk_load(from, dtype, d * from_stride));
+        return;
+    }
+    for (int64_t begin = 0; begin < GK_LATENT_DIM; begin += GK_LATENT_BLOCK) {
+        float x[GK_LATENT_BLOCK];
+        for (int64_t d = 0; d < GK_LATENT_BLOCK; d += W) {
+            if (from_stride == 1)
+                vf_store(x + d, vf_load_dtype(from, dtype, begin + d, W));
+            else
+                for (int64_t i = d; i < d + W; ++i)
+                    x[i] = (float)gk_load(from, dtype, (begin + i) * from_stride);
+        }
+        const float scale = gk_latent_scale(x);
+        for (int64_t d = 0; d < GK_LATENT_BLOCK; d += W)
+            vf_store_code(to + begin, GK_E4M3, d, vf_load(x + d) / scale, W);
+        memcpy(to + GK_LATENT_SCALES_AT + begin / GK_LATENT_BLOCK * 4, &scale, 4);
+    }
+}
+
 static void write_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const write_job *job = (const write_job *)arg + task % 2;
@@ -83,7 +109,9 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
                            slot % block_size * cache->stride[1] + h * cache->stride[2];
         const char *row = gk_at(x->data, bytes * from);
         char *at = gk_at(cache->data, cache_bytes * to);
-        if (gk_is_code(cache->dtype))
+        if (cache->dtype == GK_U8)
+            write_latent(row, x->stride[2], x->dtype, at, x->shape[2]);
+        else if (gk_is_code(cache->dtype))
             write_codes(row, x->stride[2], x->dtype, at, cache->stride[3], cache->dtype,
                         x->shape[2], scale ? scale[slot / block_size * page_scale] : 1);
         else

@@ -35,7 +35,8 @@
  *   workspace  plan [2][B + 1] int64 | partials [chunks][Hkv][lanes][Dv up to W, m, l] float |
  *              scratch of each worker
  *
- * Pages of 8-bit codes are decoded tile by tile into rows of q's dtype (paged_codes.h).
+ * Pages of 8-bit codes and of latents in 8 bits are decoded tile by tile into rows of q's dtype
+ * (paged_codes.h).
  * float64 is served by csrc/ref. */
 #include "paged_codes.h"
 #include "paged_fetch.h"
@@ -536,7 +537,7 @@ static void chunk_tiles(chunk *c) {
     const int64_t head_dim = job->attn.head_dim, head_dim_v = job->attn.head_dim_v;
     /* rows in the pages */
     const int64_t element = (int64_t)gk_dtype_bytes(a->k_cache.dtype);
-    const int64_t k_bytes = element * head_dim, v_bytes = element * head_dim_v;
+    const int64_t k_bytes = element * a->k_cache.shape[3], v_bytes = element * head_dim_v;
     const int64_t k_head = element * a->k_cache.stride[2], v_head = element * a->v_cache.stride[2];
     const attn_keys keys = keys_of(job, c->b, c->head0);
     const int64_t decoded_element = job->attn.dtype == GK_F32 ? 4 : 2;

@@ -2,10 +2,14 @@
 /* paged_codes: pages of 8-bit codes as rows of q's dtype. Every code of e4m3, e5m2 and int8 is a
  * value of bfloat16, float16 and float32, so decoding rounds nothing; a scale of the page, which
  * the row takes along, rounds once. Scales of a head or of all stay outside: they go on the scores
- * and on the sum of values, in float32. */
+ * and on the sum of values, in float32.
+ *
+ * Rows of latents (GK_U8, formats/latent_row.h) hold their own scales, which round once, too. A
+ * decoded key row begins with the value row, as in a cache of q's dtype. */
 #ifndef GPUKERN_CPU_PAGED_CODES_H
 #define GPUKERN_CPU_PAGED_CODES_H
 
+#include "../../formats/latent_row.h"
 #include "attn_tile.h"
 #include "codes_vec.h"
 
@@ -27,7 +31,8 @@ INLINE paged_codes paged_codes_of(const gk_paged_attn_args *a) {
 /* Of a key and a value as rows of q's dtype; 0 where the pages are these already. */
 INLINE int64_t paged_decoded_bytes(const gk_paged_attn_args *a) {
     if (!gk_is_code(a->k_cache.dtype)) return 0;
-    return (int64_t)gk_dtype_bytes(a->q.dtype) * (a->q.shape[2] + a->v_cache.shape[3]);
+    const int64_t values = a->k_cache.dtype == GK_U8 ? 0 : a->v_cache.shape[3];
+    return (int64_t)gk_dtype_bytes(a->q.dtype) * (a->q.shape[2] + values);
 }
 
 INLINE void decode_row(const void *from, gk_dtype code, void *to, gk_dtype dtype, int64_t n,
@@ -47,6 +52,16 @@ static __attribute__((noinline)) void decode_e5m2(const void *from, void *to, gk
 static __attribute__((noinline)) void decode_i8(const void *from, void *to, gk_dtype dtype,
                                                 int64_t n, float scale) {
     decode_row(from, GK_I8, to, dtype, n, scale);
+}
+
+static __attribute__((noinline)) void decode_latent(const char *from, char *to, gk_dtype dtype) {
+    const int64_t bytes = (int64_t)gk_dtype_bytes(dtype);
+    for (int64_t d = 0; d < GK_LATENT_DIM; d += GK_LATENT_BLOCK)
+        decode_row(from + d, GK_E4M3, to + d * bytes, dtype, GK_LATENT_BLOCK,
+                   gk_latent_scale_at(from, d));
+    for (int64_t d = 0; d < GK_LATENT_ROPE; d += W)
+        vf_store_dtype(to, dtype, GK_LATENT_DIM + d,
+                       vf_load_dtype(from + GK_LATENT_ROPE_AT, GK_BF16, d, W), W);
 }
 
 /* Rows of keys j .. j + n, K or V: at[i] is the first head of key j + i, in the pages and then
@@ -79,6 +94,13 @@ static void paged_decode_heads(const attn_keys *keys, int64_t j, int64_t n, int6
                                int64_t k_head, int64_t v_head, const char **k, const char **v,
                                char *to) {
     const paged_codes *c = keys->codes;
+    if (c->code == GK_U8) { /* one head */
+        for (int64_t i = 0; i < n; ++i, to += (int64_t)gk_dtype_bytes(c->dtype) * c->head_dim) {
+            decode_latent(k[i], to, c->dtype);
+            k[i] = v[i] = to;
+        }
+        return;
+    }
     to = decode_keys(keys, j, n, heads, c->k_scale, k_head, c->head_dim, k, to);
     decode_keys(keys, j, n, heads, c->v_scale, v_head, c->head_dim_v, v, to);
 }

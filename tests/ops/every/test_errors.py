@@ -7,7 +7,19 @@ import re
 import pytest
 import torch
 from conftest import ops, run_python, snapshot, torch_gpukern
-from registry import BF16, F64, INDEX_ERRORS, OPS, VALUE_ERRORS, VARIANTS, dense, paged, t, write
+from registry import (
+    BF16,
+    F64,
+    IN_PLACE,
+    INDEX_ERRORS,
+    OPS,
+    VALUE_ERRORS,
+    VARIANTS,
+    dense,
+    paged,
+    t,
+    write,
+)
 
 ids = [f"{op}: {text}" for op, _, text in VALUE_ERRORS + INDEX_ERRORS]
 cases = [(*c, ValueError) for c in VALUE_ERRORS] + [(*c, IndexError) for c in INDEX_ERRORS]
@@ -140,7 +152,7 @@ def test_one_tensor_on_meta_beside_the_cpu(op, kwargs):
                 getattr(ops, op)(**kwargs | {name: x.to("meta")})
 
 
-@pytest.mark.parametrize("op,variant", [(n, v) for n, v in VARIANTS if n != "kv_cache_write"])
+@pytest.mark.parametrize("op,variant", [(n, v) for n, v in VARIANTS if n not in IN_PLACE])
 def test_meta(op, variant):
     """With all tensors on meta, results have the right shapes and dtypes."""
     kwargs = OPS[op].make(**OPS[op].variants[variant])
@@ -150,11 +162,11 @@ def test_meta(op, variant):
         assert x.is_meta and x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
 
 
-# what a result's shape and dtype follow from; kv_cache_write has none
+# what a result's shape and dtype follow from
 FAKE = [
     (op, kwargs, text)
     for op, kwargs, text in VALUE_ERRORS
-    if op in OPS.keys() - {"kv_cache_write"}
+    if op in OPS.keys() - IN_PLACE
     and text.split()[0]
     in (
         "a",

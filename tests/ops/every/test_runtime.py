@@ -21,7 +21,7 @@ from conftest import (
     same_bits,
     torch_gpukern,
 )
-from registry import OPS, VARIANTS, Bound
+from registry import IN_PLACE, OPS, VARIANTS, Bound
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -176,9 +176,7 @@ class Seen(TorchFunctionMode):
 
 
 # every op with a result; "lse": also call its public function with return_lse
-CALLS = [
-    (name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")
-]
+CALLS = [(name, variant) for name, variant in VARIANTS if name not in IN_PLACE | {"rope_kv_write"}]
 CALLS += [(name, "lse") for name, op in OPS.items() if op.has_lse]
 
 

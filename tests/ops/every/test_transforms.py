@@ -6,11 +6,11 @@ import warnings
 import pytest
 import torch
 from conftest import ops, same_bits, torch_gpukern
-from registry import OPS, VARIANTS, drawn, public
+from registry import IN_PLACE, OPS, VARIANTS, drawn, public
 
 DIFFERENTIABLE = [(name, variant) for name, variant in VARIANTS if OPS[name].gradients]
 BATCHED = [
-    (name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")
+    (name, variant) for name, variant in VARIANTS if name not in IN_PLACE | {"rope_kv_write"}
 ]
 COPIES = 3
 
