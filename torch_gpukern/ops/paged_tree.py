@@ -229,13 +229,14 @@ def _common_start(tokens: _Tokens, given: dict[str, Any]) -> Tensor | None:
     start = given["kv_start"]
     if given["window_left"] < 0:
         return start
-    first = (tokens.lens - 1 - _window(given["window_left"])).clamp(min=0)
+    first = (tokens.lens - 1 - _window(tokens, given)).clamp(min=0)
     return (first if start is None else torch.maximum(first, start.long())).int()
 
 
-def _window(keys: int) -> int:
-    """At most 2^31, so that positions less a window do not overflow."""
-    return torch.sym_min(keys, 2**31)
+def _window(tokens: _Tokens, given: dict[str, Any]) -> Tensor:
+    """window_left for each sequence [B], at most 2^31, so that positions less a window do not
+    overflow."""
+    return torch.full_like(tokens.lens, given["window_left"]).clamp(max=2**31)
 
 
 def _pool_of(
@@ -247,7 +248,7 @@ def _pool_of(
     if given["window_left"] < 0:
         first, end = torch.zeros_like(old), torch.where(short, old, 0)
     else:
-        window = _window(given["window_left"])
+        window = _window(tokens, given)
         first = torch.where(short, 0, old - window)
         end = torch.where(short, old, torch.minimum(old, lens - 1 - window))
     column = torch.arange(new, device=old.device)
@@ -345,10 +346,11 @@ def _with_alibi(
             "which then serves the new tokens, is not batch-invariant: leave out one of the three"
         )
     most = _MAX_HEAD_DIM.get(q.device.type, 512)
-    _require(
-        torch.sym_max(q.shape[2], given["v_cache"].shape[3]) <= most,
-        lambda: f"with alibi_slopes needs a head_dim of at most {most} on {q.device.type}",
-    )
+    for head_dim in (q.shape[2], given["v_cache"].shape[3]):
+        _require(
+            head_dim <= most,
+            lambda: f"with alibi_slopes needs a head_dim of at most {most} on {q.device.type}",
+        )
     if slopes.dim() == 2:
         slopes = slopes[sequence]
 
