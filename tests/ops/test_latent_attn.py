@@ -53,6 +53,20 @@ def even(case):
     return len(set(case.queries)) == 1
 
 
+def with_tensors(kwargs, gen, heads, device):
+    """kwargs, with tensors for sinks, slopes, starts and scales."""
+    given = dict(kwargs)
+    for name in ("sinks", "alibi_slopes"):
+        if name in given:
+            given[name] = randn(gen, heads, dtype=torch.float32, device=device).abs()
+    if "kv_start" in given:
+        given["kv_start"] = torch.tensor(given["kv_start"], dtype=torch.int32, device=device)
+    for name in ("k_scale", "v_scale"):
+        if name in given:
+            given[name] = torch.tensor(given[name], device=device)
+    return given
+
+
 @pytest.mark.parametrize(
     "case",
     grid(
@@ -103,15 +117,7 @@ def test_rules(kwargs, dtype, device):
     gen = generator("latent rules", list(kwargs), dtype)
     batch = "decode" if "kv_start" in kwargs else "speculative"
     paged = latent(gen, batch, 16, 64, dtype, device)
-    given = dict(kwargs)
-    for name in ("sinks", "alibi_slopes"):
-        if name in given:
-            given[name] = randn(gen, 16, dtype=torch.float32, device=device).abs()
-    if "kv_start" in given:
-        given["kv_start"] = torch.tensor(given["kv_start"], dtype=torch.int32, device=device)
-    for name in ("k_scale", "v_scale"):
-        if name in given:
-            given[name] = torch.tensor(given[name], device=device)
+    given = with_tensors(kwargs, gen, 16, device)
     check_paged(paged, *call(paged, **given), given)
 
 

@@ -24,22 +24,12 @@ from conftest import (
     snapshot,
     torch_gpukern,
 )
+from test_latent_attn import BATCHES, LATENT, ROPE, WIDE, with_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-LATENT, ROPE = 512, 64
-WIDE = LATENT + ROPE
 BYTES = LATENT + 4 * 4 + 2 * ROPE
 FORMAT = dict(latent_format="fp8_656")
 NARROW = (torch.float32, *HALF)
-
-# Context lengths and query tokens of each sequence.
-BATCHES = {
-    "decode": ([1, 63, 64, 65, 200], [1, 1, 1, 1, 1]),
-    "inactive": ([0, 40, 0, 129], [1, 1, 1, 1]),
-    "one_long": ([1100], [1]),
-    "speculative": ([4, 130, 300], [4, 4, 4]),
-    "ragged": ([1, 200, 64, 0, 33], [1, 3, 4, 0, 2]),
-}
 
 
 @pytest.fixture
@@ -170,12 +160,7 @@ def test_forward(case, device):
 def test_rules(kwargs, dtype, device):
     gen = generator("latent fp8 rules", list(kwargs), dtype)
     latents = Latents(gen, "speculative", 16, 64, dtype, device)
-    given = dict(scale=0.05) | kwargs
-    for name in ("sinks", "alibi_slopes"):
-        if name in given:
-            given[name] = randn(gen, 16, dtype=torch.float32, device=device).abs()
-    if "kv_start" in given:
-        given["kv_start"] = torch.tensor(given["kv_start"], dtype=torch.int32, device=device)
+    given = with_tensors(dict(scale=0.05) | kwargs, gen, 16, device)
     out, lse = call(latents, **given)
     for x, y in zip((out, lse), call_plain(latents, **given), strict=True):
         assert same_bits(x, y)

@@ -11,8 +11,8 @@
 
 A BlockMask of any mask_mod is taken. mask_mod is evaluated once, for all pairs of positions. As in
 FlexAttention, it decides for the blocks that the BlockMask lists as partial. Full blocks are seen
-completely, and other blocks not at all. A score_mod is a program, which kernels that are compiled ahead cannot run.
-Only the three that this module makes are taken.
+completely, and other blocks not at all. A score_mod is a program, which kernels that are compiled
+ahead cannot run. Only the three that this module makes are taken.
 """
 
 from dataclasses import dataclass
