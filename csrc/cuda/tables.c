@@ -10,10 +10,17 @@
 #include "gpukern.h"
 #include "product/gemm/tables.h"
 
+/* A build for 80 alone (GPUKERN_CUDA_ARCHS) has none of the _sm90a.cu files. */
+#if defined(GPUKERN_HAS_CUDA) && !defined(GPUKERN_HAS_SM90A)
+#define LACKS_SM90A
+#endif
+
 static const gk_cuda_table *const gemm_tables[] = {
+#ifndef LACKS_SM90A
     &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
-    &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
-    &gk_gemm_plain_table};
+    &gk_gemm_tf32_sm90a_table,
+#endif
+    &gk_gemm_skinny_table,     &gk_gemm_sm80_table,           &gk_gemm_plain_table};
 
 #ifdef GPUKERN_HAS_CUDA
 extern const gk_cuda_table gk_gemm_act_bwd_table;
@@ -106,6 +113,42 @@ static const features flash_attn_fwd_features[] = {FLASH_ATTN_FWD(FEATURES)};
 static const features flash_attn_bwd_features[] = {FLASH_ATTN_BWD(FEATURES)};
 static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
 #undef FEATURES
+
+#ifdef LACKS_SM90A
+/* Tables without instances in the place of those that _sm90a.cu files define. */
+#define NONE(name) const gk_cuda_table gk_##name##_table = {NULL, 0, 90, NULL};
+NONE(flash_attn_bwd_partial_sm90a)
+NONE(flash_attn_bwd_sm90a)
+NONE(flash_attn_bwd_wide_sm90a)
+NONE(rope_kv_write_sm90a)
+NONE(flash_attn_fp8_sm90a)
+NONE(flash_attn_fwd_masked_sm90a)
+NONE(flash_attn_fwd_partial_sm90a)
+NONE(flash_attn_fwd_sm90a)
+NONE(paged_attn_sm90a)
+NONE(paged_latent_sm90a)
+NONE(paged_prefill_relay_sm90a)
+NONE(paged_prefill_sm90a)
+NONE(grouped_gemm_fp8_sm90a)
+NONE(grouped_gemm_sm90a)
+NONE(quantize_sm90a)
+NONE(sparse_gemm_sm90a)
+NONE(scaled_gemm_mx_sm90a)
+NONE(scaled_gemm_sm90a)
+NONE(scaled_gemm_swapab_sm90a)
+NONE(weight_decoded)
+NONE(weight_mma_4bit)
+NONE(weight_mma_8bit)
+NONE(weight_wgmma_4bit)
+NONE(weight_wgmma_8bit)
+NONE(cross_entropy_fwd_sm90a)
+NONE(glu_fwd_sm90a)
+NONE(norm_fwd_sm90a)
+NONE(norm_bwd_sm90a)
+NONE(softmax_fwd_sm90a)
+NONE(softmax_bwd_sm90a)
+#undef NONE
+#endif
 
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {

@@ -189,7 +189,8 @@ InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *base) {
 bool plan_inner(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
     const gk_cuda_table *hopper = &gk_flash_attn_fwd_sm90a_table,
                         *any = &gk_flash_attn_fwd_sm80_table;
-    if (gk_gpu_of(ctx->index)->arch == hopper->arch &&
+    /* a build for 80 alone has no plan for Hopper */
+    if (gk_gpu_of(ctx->index)->arch == hopper->arch && hopper->plan &&
         hopper->plan(ctx, f, gk_plan_begin(to, NULL)))
         return true;
     for (int i = 0; i < any->num_instances; ++i) {

@@ -452,8 +452,15 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
 #define SM90_TF32_SWAP_AB SM90_TF32
 #include "instances.def"
 
-#define INSTANCE(name, id, dtype, bm, bn, tiles, splits, bk, percent, bytes, traits) \
-    {name, dtype, plan, GK_LAUNCH(id), {bm, bn, tiles, percent, bytes, splits, traits, bk}, NULL}
+/* A build for 80 alone has no code of the _sm90a.cu files, and tables.c leaves these tables out. */
+#ifdef GPUKERN_HAS_SM90A
+#define GK_LAUNCH_SM90A(id) GK_LAUNCH(id)
+#else
+#define GK_LAUNCH_SM90A(id) NULL
+#endif
+#define INSTANCE(name, id, dtype, bm, bn, tiles, splits, bk, percent, bytes, traits)              \
+    {name, dtype, plan, GK_LAUNCH_SM90A(id), {bm, bn, tiles, percent, bytes, splits, traits, bk}, \
+     NULL}
 #define OF_16(file, short, dtype, traits, type, name, bm, bn, stages, wgs, panels, tiles, splits, \
               k64, percent, bytes)                                                                \
     INSTANCE(#file "_" #short "_" #name, file##_##short##_##type, dtype, bm, bn, tiles, splits,   \
