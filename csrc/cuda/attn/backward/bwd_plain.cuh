@@ -305,14 +305,15 @@ template <class T>
 __global__ void __launch_bounds__(BIAS_THREADS, 4)
     bwd_plain_dbias_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
-    /* Grid: x = (row, block of columns), y = head, z = sequence, all counted in the bias's own
-     * shape, which may broadcast. */
+    /* A block's number counts sequences, heads, rows and blocks of columns of the bias's own
+     * shape, which may broadcast. (Dimensions y and z of a grid end at 65,535.) */
     const int *shape = g.bias_shape;
-    const int column_blocks = (shape[3] + BIAS_THREADS - 1) / BIAS_THREADS;
-    const int row = (int)blockIdx.x / column_blocks;
-    const int col = ((int)blockIdx.x - row * column_blocks) * BIAS_THREADS + (int)threadIdx.x;
+    const unsigned column_blocks = (shape[3] + BIAS_THREADS - 1) / BIAS_THREADS;
+    const unsigned row = blockIdx.x / column_blocks, head_row = row / shape[2];
+    const int col = (int)(blockIdx.x % column_blocks * BIAS_THREADS + threadIdx.x);
     if (col >= shape[3]) return;
-    const int place[4] = {(int)blockIdx.z, (int)blockIdx.y, row, col};
+    const int place[4] = {(int)(head_row / shape[1]), (int)(head_row % shape[1]),
+                          (int)(row % shape[2]), col};
     const int all[4] = {g.p.batch, g.p.heads_q, g.p.seq_q, g.p.seq_k};
     int from[4], end[4]; /* range of the pairs that have this element as their bias */
 #pragma unroll
@@ -341,9 +342,11 @@ __global__ void __launch_bounds__(BIAS_THREADS)
     bwd_plain_ddistance_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
     const int distances = g.p.seq_q + g.p.seq_k - 1;
-    const int at = (int)blockIdx.x * BIAS_THREADS + (int)threadIdx.x; /* grid.y: heads */
+    const int blocks = (distances + BIAS_THREADS - 1) / BIAS_THREADS; /* of a head */
+    const int own = (int)blockIdx.x / blocks;
+    const int at = ((int)blockIdx.x - own * blocks) * BIAS_THREADS + (int)threadIdx.x;
     if (at >= distances) return;
-    const int own = (int)blockIdx.y, ahead = at - (g.p.seq_q - 1); /* key - query */
+    const int ahead = at - (g.p.seq_q - 1); /* key - query */
     const int end = g.distance_heads == 1 ? g.p.heads_q : own + 1;
     double sum = 0;
     for (int b = 0; b < g.p.batch; ++b) {
@@ -365,9 +368,24 @@ template <bool VALUE> struct Bool {
 
 int64_t blocks_of(int64_t rows, int heads) { return gk_ceil_div(rows * heads, WARPS_PLAIN); }
 
+/* Blocks of the kernels of the biases' gradients; 0 if there is no such gradient. */
+int64_t dbias_blocks(const gk_tensor *dbias) {
+    if (!dbias) return 0;
+    const int64_t *n = dbias->shape;
+    return gk_ceil_div(n[3], BIAS_THREADS) * n[2] * n[1] * n[0];
+}
+int64_t ddistance_blocks(const gk_tensor *ddistance) {
+    if (!ddistance) return 0;
+    return gk_ceil_div(ddistance->shape[1], BIAS_THREADS) * ddistance->shape[0];
+}
+
 template <class T>
 bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
-    Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, (const gk_flash_attn_bwd_args *)args, BWD_PLAIN_ROWS, 0);
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    if (!gk_grid_fits(dbias_blocks(gk_dbias_of(a))) ||
+        !gk_grid_fits(ddistance_blocks(gk_ddistance_of(a))))
+        return false;
+    Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
     g.lse_factor = 1;
     to->tile[0] = to->tile[1] = 1;
     to->tasks = blocks_of(g.p.cu_q ? g.p.total_k : (int64_t)g.p.batch * g.p.seq_k, g.p.heads_kv);
@@ -414,19 +432,13 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     else
         both(Bool<false>());
     if constexpr (MAY) {
-        if (status == GK_OK && dbias) {
-            const int64_t *n = dbias->shape;
-            const dim3 blocks((unsigned)(gk_ceil_div(n[3], BIAS_THREADS) * n[2]), (unsigned)n[1],
-                              (unsigned)n[0]);
-            status = launch<bwd_plain_dbias_kernel<T>>("gk_flash_attn_bwd", ctx, blocks,
-                                                       BIAS_THREADS, 0, g);
-        }
-        if (status == GK_OK && ddistance) {
-            const int64_t *n = ddistance->shape;
-            const dim3 blocks((unsigned)gk_ceil_div(n[1], BIAS_THREADS), (unsigned)n[0]);
-            status = launch<bwd_plain_ddistance_kernel<T>>("gk_flash_attn_bwd", ctx, blocks,
-                                                           BIAS_THREADS, 0, g);
-        }
+        if (status == GK_OK && dbias)
+            status = launch<bwd_plain_dbias_kernel<T>>(
+                "gk_flash_attn_bwd", ctx, dim3((unsigned)dbias_blocks(dbias)), BIAS_THREADS, 0, g);
+        if (status == GK_OK && ddistance)
+            status = launch<bwd_plain_ddistance_kernel<T>>(
+                "gk_flash_attn_bwd", ctx, dim3((unsigned)ddistance_blocks(ddistance)), BIAS_THREADS,
+                0, g);
     }
     return status;
 }

@@ -35,8 +35,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* A warpgroup's rows may see no key of a tile's first blocks. */
     static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
 
-    /* other_blocks needs SPLIT with MASK, which every masked tile has (MODIFIED is false) */
     static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
+    static_assert(!MASK || SPLIT, "other_blocks ends a run of whole blocks at a partial one");
+    static_assert(!BIAS || !LEADS, "pass() would leave the bias of a block in its ring");
     typedef typename ParamsOf<Tile>::type Params;
 
     const Params &x;
