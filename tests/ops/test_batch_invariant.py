@@ -87,6 +87,29 @@ def test_paged_attn_in_a_large_table():
     assert not torch.equal(gk.paged_attn(q, *caches, wide, lens), plain)
 
 
+def test_paged_attn_of_many_sequences(device):
+    """More sequences than a dimension of a CUDA grid has blocks."""
+    gen, many = generator("many sequences"), 65535 + 3
+    q = randn(gen, many, 1, 64, dtype=torch.bfloat16, device=device)
+    cache = randn(gen, 9, 16, 1, 64, dtype=torch.bfloat16, device=device)
+    table = (torch.arange(2 * many, dtype=torch.int32, device=device) % 9).view(many, 2)
+    lens = (torch.arange(many, dtype=torch.int32, device=device) % 32) + 1
+    out, lse = gk.paged_attn(q, cache, cache, table, lens, return_lse=True, batch_invariant=True)
+    for b in (0, 1, 65534, 65535, many - 1):
+        its = slice(b, b + 1)
+        alone, alone_lse = gk.paged_attn(
+            q[its],
+            cache,
+            cache,
+            table[its],
+            lens[its],
+            return_lse=True,
+            batch_invariant=True,
+        )
+        assert torch.equal(alone, out[its])
+        assert torch.equal(alone_lse, lse[its])
+
+
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("name", ("rms_norm", "layer_norm", "softmax", "log_softmax", "swiglu"))
 def test_rows(name, dtype):

@@ -147,7 +147,7 @@ constexpr int BLOCKS_AN_SM = CLUSTERS && !Pages::CODES && Pages::HEAD_DIM == 64 
  * writing that data. This is safe, because no value is returned. */
 template <class Pages> __device__ __forceinline__ void prefetch_tile(const StreamParams &a) {
     const Paged &p = a.c.p;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, b = blockIdx.z;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, b = a.first_b + blockIdx.z;
     const int *entry;
     if (Loader<Pages, true>::early_place(a, &entry) >= 0) prefetch_l2(entry);
     if (threadIdx.x == 0) prefetch_l2(p.lens + b * p.lens_step);
@@ -348,6 +348,8 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
     return 0;
 }
 
+constexpr int MOST_BLOCKS_YZ = 65535; /* of a grid along y and along z */
+
 template <class Pages>
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
@@ -379,15 +381,19 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
 
     const int64_t tiles = (int64_t)c.p.batch * c.p.heads_kv;
     const int64_t rows = c.p.seq_q * c.p.group;
+    /* clusters and tiles are a grid [batch][heads_kv] */
+    const bool in_clusters = rows <= c.lanes && c.p.heads_kv <= MOST_BLOCKS_YZ;
+    /* In a batch-invariant call the split of a sequence must not depend on the others: clusters of
+     * one size, in several launches if there are many sequences, or whole tiles. */
+    own.ranks = !in_clusters                  ? 0
+                : fixed                       ? paged_hopper::fixed_ranks
+                : c.p.batch <= MOST_BLOCKS_YZ ? choose_ranks<Pages>(ctx, c.p)
+                                              : 0;
     /* the list counts chunks in 32 bits */
     const int64_t chunks_of_tile = c.p.capacity / c.chunk_keys + 1 + TILE_COST;
-    if (gk_ceil_div(rows, c.lanes) * tiles / z.block_heads * chunks_of_tile > INT32_MAX)
+    if (own.ranks == 0 &&
+        gk_ceil_div(rows, c.lanes) * tiles / z.block_heads * chunks_of_tile > INT32_MAX)
         return false;
-    /* clusters and tiles are a grid [batch][heads_kv] */
-    const bool fits_grid = rows <= c.lanes && c.p.batch <= 65535 && c.p.heads_kv <= 65535;
-    /* In a batch-invariant call the split of a sequence must not depend on the others: clusters of
-     * one size, or whole tiles. */
-    own.ranks = !fits_grid ? 0 : fixed ? paged_hopper::fixed_ranks : choose_ranks<Pages>(ctx, c.p);
     c.whole_tiles = fixed && own.ranks == 0;
     /* with 16-bit pages and many small tiles, paged_attn_sm80 is as fast as the list or faster */
     const bool small = Pages::HEAD_DIM == 64
@@ -468,8 +474,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const int its_stages = small     ? stages
                            : is_tile ? paged_hopper::tile_stages
                                      : paged_hopper::pair_ring_bytes / stage_bytes;
-    const dim3 grid(own.ranks, x.c.p.heads_kv, x.c.p.batch);
-    return start<T, Pages, N, true>(ctx, x, grid, warps, its_stages, own.ranks);
+    for (; status == GK_OK && x.first_b < x.c.p.batch; x.first_b += MOST_BLOCKS_YZ) {
+        const dim3 grid(own.ranks, x.c.p.heads_kv,
+                        (unsigned)gk_min_i64(x.c.p.batch - x.first_b, MOST_BLOCKS_YZ));
+        status = start<T, Pages, N, true>(ctx, x, grid, warps, its_stages, own.ranks);
+    }
+    return status;
 }
 
 /* serves() adds these bytes, for the static shared memory of paged_attn_sm80 */

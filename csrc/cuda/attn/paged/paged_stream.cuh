@@ -62,6 +62,7 @@ struct StreamParams {
     /* blocks of a cluster that share a tile; 1: one block for each tile; 0: the flat list */
     int ranks;
     int ranks_log2;
+    int first_b;               /* in a cluster: the sequence of blockIdx.z == 0 */
     int warps, stages, boxes;  /* boxes: 1 or 2, the number of pages that a step spans */
     Divisor of_page, of_group; /* by block_size; by the number of heads that share a kv head */
     Divisor of_step;           /* in a cluster: by the keys from a warp's step to its next one */
@@ -118,7 +119,7 @@ template <int STEP_KEYS>
 __device__ __forceinline__ void cluster_share(const StreamParams &a, Share &share) {
     const Paged &p = a.c.p;
     TileShare &x = share.x;
-    x.b = blockIdx.z;
+    x.b = a.first_b + blockIdx.z;
     x.head_kv = x.head_set = blockIdx.y;
     x.s = paged_sequence(p, x.b);
     x.row0 = 0;
@@ -137,7 +138,7 @@ template <int STEP_KEYS>
 __device__ __forceinline__ void plain_share(const StreamParams &a, Share &share) {
     const Paged &p = a.c.p;
     TileShare &x = share.x;
-    x.b = blockIdx.z;
+    x.b = a.first_b + blockIdx.z;
     x.head_kv = blockIdx.y;
     x.lo = 0;
     x.hi = min(max(p.lens[x.b * p.lens_step], 0), p.capacity);
@@ -288,7 +289,8 @@ template <class Pages, bool CLUSTERS> struct Loader {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, two = a.boxes - 1;
         const int key = ((int)blockIdx.x * a.warps + warp) * Pages::KEYS +
                         (lane >> two) * (int)a.of_step.by + (lane & two) * (Pages::KEYS >> two);
-        *entry = p.table + blockIdx.z * p.table_row + a.of_page.into(key) * p.table_entry;
+        *entry = p.table + (a.first_b + (int)blockIdx.z) * p.table_row +
+                 a.of_page.into(key) * p.table_entry;
         return key < p.capacity ? key : -1;
     }
 
