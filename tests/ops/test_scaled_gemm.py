@@ -81,14 +81,14 @@ FAR_FORMS = [
 ]
 
 
-def far_product(op, a, b, scale_a, scale_b):
+def far_product(op, a, b, scale_a, scale_b, out_dtype=torch.float32):
     """a b with scales by one of the products of codes."""
     if op == "scaled":
-        return torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+        return torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=out_dtype)
     ends = torch.tensor([a.shape[0]], dtype=torch.int32, device=a.device)
     scale_b = scale_b[None] if scale_b.dim() == 2 else scale_b
     return torch_gpukern.grouped_gemm(
-        a, b[None], ends, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32
+        a, b[None], ends, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype
     )
 
 
@@ -134,6 +134,25 @@ def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
                 form_a,
                 form_b,
             )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("op", ("scaled", "grouped"))
+def test_wide_products_with_a_few_such_scales(op, dtype, device):
+    """Tiles of 128 rows join the scales of a block of k before they meet the sums. Here every third
+    row has a scale whose product with that of the first 128 columns leaves float32."""
+    for x, y, sa, sb in FAR_SCALES:
+        a = torch.zeros(300, 512, device=device)
+        a[:, 128:256] = x
+        b = torch.full((512, 256), y, device=device)
+        scale_a, scale_b = torch.ones(300, 4, device=device), torch.ones(4, 2, device=device)
+        scale_a[::3, 1] = sa
+        scale_b[1, 0] = sb
+        got = far_product(op, a.to(E4M3), b.to(E4M3), scale_a, scale_b, dtype)
+        columns = scale_b[1].double().repeat_interleave(128)
+        want = x * y * 128 * scale_a[:, 1].double()[:, None] * columns
+        bound = 2 * torch.finfo(dtype).eps * want + 2.0**-133
+        assert ((got.double() - want).abs() <= bound).all(), (x, y, sa, sb)
 
 
 @pytest.mark.parametrize("sizes", ((1e35, 1e-35), (1e-35, 1e35)))

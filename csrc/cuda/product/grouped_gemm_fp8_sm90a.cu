@@ -75,13 +75,11 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
             const smem_addr stage_s = ring_s + ring.stage * STAGE_BYTES;
             const uint64_t a = TileA::descriptor(stage_s + warpgroup * TileA::bytes),
                            b = TileB::descriptor(stage_s + A_BYTES);
-            float scale[COUNT][2];
+            float scale[2 * COUNT], second = 1; /* factors of a row's sums: join_scales */
             if (BLOCKS) {
 #pragma unroll
-                for (int m = 0; m < COUNT; ++m) {
-                    scale[m][0] = ahead_a[m][0] * ahead_b;
-                    scale[m][1] = ahead_a[m][1] * ahead_b;
-                }
+                for (int i = 0; i < 2 * COUNT; ++i) scale[i] = ahead_a[i / 2][i % 2];
+                second = join_scales(scale, ahead_b);
             }
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
@@ -96,12 +94,18 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
                 wgmma_wait_group<0>();
                 wgmma_pin(part);
                 if (m == COUNT - 1) release(ring.empty());
+                if (BLOCKS && second != 1) {
 #pragma unroll
-                for (int i = 0; i < 64; ++i) {
-                    if (BLOCKS)
-                        sum[m][i] = fmaf(part[i], scale[m][i % 4 / 2], sum[m][i]);
-                    else
-                        sum[m][i] += part[i];
+                    for (int i = 0; i < 64; ++i)
+                        sum[m][i] = fmaf(part[i] * scale[2 * m + i % 4 / 2], second, sum[m][i]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 64; ++i) {
+                        if (BLOCKS)
+                            sum[m][i] = fmaf(part[i], scale[2 * m + i % 4 / 2], sum[m][i]);
+                        else
+                            sum[m][i] += part[i];
+                    }
                 }
             }
             ring.advance();

@@ -27,7 +27,6 @@
 #define GPUKERN_CUDA_PRODUCT_SCALED_WIDE_CUH
 
 #include "../ptx/bar.cuh"
-#include "../ptx/min_nan.cuh"
 #include "../ptx/wgmma_8bit.cuh"
 #include "quant/tiles.h"
 #include "../tile/codes_sm90a.cuh"
@@ -52,12 +51,6 @@ struct ScaledParams {
     int64_t step_a, step_b;    /* BLOCKS, ANY: from a block of k to the next */
     bool fours;                /* BLOCKS, ANY: 4 scales of a row can be read as 16 bytes */
 };
-
-/* The product of the scales of a block of k. It is finite unless a scale is NaN, so that a part
- * of 0 adds 0. */
-__device__ __forceinline__ float block_scale(float a, float b) {
-    return min_nan(a * b, 3.402823466e38f);
-}
 
 template <class A_, class B_, class D_, int MS_, int BN_, Sums SUMS_, bool ANY_>
 struct ScaledWide : OneResult {
@@ -91,8 +84,10 @@ struct ScaledWide : OneResult {
     static constexpr int BUFFERS = STAGES / 2 + 1,
                          BUFFER_BYTES = BM * 4 * BLOCK_STEPS + BLOCK_SB_BYTES;
     static_assert(2 * (BUFFERS - 1) >= STAGES - 1, "no buffer is overwritten while it is read");
+    /* ALONG_K, ANY: a stage's factors of the tile's rows, then the factor of all of them. */
+    static constexpr int ROWS_BYTES = BM * 4 + 16;
     static constexpr int BLOCK_BYTES = !ALONG_K ? 0
-                                       : ANY    ? STAGES * BM * 4
+                                       : ANY    ? STAGES * ROWS_BYTES
                                                 : BUFFERS * BUFFER_BYTES;
     static constexpr int COLUMNS_AT = BLOCKS_AT + BLOCK_BYTES;
     static constexpr int BARRIERS_AT = COLUMNS_AT + (ALONG_K ? 0 : 2 * BN * 4);
@@ -141,7 +136,7 @@ struct ScaledWide : OneResult {
     };
 
     /* The helper warps (ANY, scales along k): three warps alternate. Each reads the scales of a
-     * few steps, of any strides, and writes the products of a's and b's scales to shared memory. */
+     * few steps, of any strides, and writes the factors of the rows' sums to shared memory. */
     static __device__ __forceinline__ void help(Block &shell) {
         constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of one turn */
         static_assert(FEW == 2 || FEW == 4, "one load reads a row's");
@@ -199,10 +194,17 @@ struct ScaledWide : OneResult {
                     if (s >= count) break;
                     shell.ring.wait_empty();
                     const smem_addr to_s =
-                        shell.base_s + BLOCKS_AT + shell.ring.stage * BM * 4 + 4 * lane;
+                        shell.base_s + BLOCKS_AT + shell.ring.stage * ROWS_BYTES + 4 * lane;
+                    float by[EACH];
+#pragma unroll
+                    for (int i = 0; i < EACH; ++i) by[i] = a[i][s];
+                    const float second = join_scales(by, b[s]);
+                    /* One factor serves all rows of the tile. */
+                    const bool far = __any_sync(~0u, second != 1);
 #pragma unroll
                     for (int i = 0; i < EACH; ++i)
-                        st_shared_f32(to_s + 128 * i, block_scale(a[i][s], b[s]));
+                        st_shared_f32(to_s + 128 * i, far ? a[i][s] : by[i]);
+                    if (lane == 0) st_shared_f32(to_s + BM * 4, far ? b[s] : 1.f);
                     __syncwarp();
                     if (lane == 0) mbarrier_arrive(shell.ring.full());
                     shell.ring.advance();
@@ -242,17 +244,16 @@ struct ScaledWide : OneResult {
             opaque(my_a);
         }
 
-        /* ALONG_K: the scales of the thread's rows times that of the tile's columns, for the
-         * ring's current stage. */
-        __device__ __forceinline__ void read_scales(const Block &shell, int step, smem_addr b_at,
-                                                    float (&by)[MS][2]) {
+        /* ALONG_K: the two factors of the sums of the thread's rows, for the ring's current stage:
+         * by[2 m + h], and the result, which is nearly always 1 (join_scales). */
+        __device__ __forceinline__ float read_scales(const Block &shell, int step, smem_addr b_at,
+                                                     float (&by)[2 * MS]) {
             if constexpr (ANY) {
+                const unsigned at = shell.ring.stage * ROWS_BYTES;
 #pragma unroll
-                for (int m = 0; m < MS; ++m)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        by[m][h] =
-                            ld_shared_f32(my_a + shell.ring.stage * BM * 4 + 4 * (64 * m + 8 * h));
+                for (int i = 0; i < 2 * MS; ++i)
+                    by[i] = ld_shared_f32(my_a + at + 4 * (64 * (i / 2) + 8 * (i % 2)));
+                return ld_shared_f32(shell.base_s + BLOCKS_AT + at + BM * 4);
             } else {
                 if (step % BLOCK_STEPS == 0) buffer = buffer == BUFFERS - 1 ? 0 : buffer + 1;
                 const smem_addr buffer_at = buffer * BUFFER_BYTES;
@@ -263,11 +264,9 @@ struct ScaledWide : OneResult {
                 const float b =
                     ld_shared_f32(b_at + buffer_at + in_group * (shell.p.k_inner_b ? 4 : 16));
 #pragma unroll
-                for (int m = 0; m < MS; ++m)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-                        by[m][h] =
-                            block_scale(ld_shared_f32(a_s + (64 * m + 8 * h) * row_bytes), b);
+                for (int i = 0; i < 2 * MS; ++i)
+                    by[i] = ld_shared_f32(a_s + (64 * (i / 2) + 8 * (i % 2)) * row_bytes);
+                return join_scales(by, b);
             }
         }
 
@@ -296,7 +295,7 @@ struct ScaledWide : OneResult {
                     wgmma_wait_group<1>(); /* the previous step has finished reading its stage */
                     if (step > 0 && releases) mbarrier_arrive(ring.before());
                 } else {
-                    float by[MS][2];
+                    float by[2 * MS], second = 1;
 #pragma unroll
                     for (int m = 0; m < MS; ++m) {
                         wgmma_pin(part[0]);
@@ -304,7 +303,7 @@ struct ScaledWide : OneResult {
                         multiply(part, wgmma_descriptor_add(a, TileA::offset(64 * m)), b, true);
                         wgmma_commit_group();
                         /* Read the scales while WGMMA runs. */
-                        if (ALONG_K && m == 0) read_scales(shell, step, b_at, by);
+                        if (ALONG_K && m == 0) second = read_scales(shell, step, b_at, by);
                         const smem_addr empty_s = ring.empty();
                         wgmma_wait_group<0>();
                         if (m == MS - 1) { /* release at once: the producer waits for this */
@@ -312,13 +311,20 @@ struct ScaledWide : OneResult {
                             if (releases) mbarrier_arrive(empty_s);
                         }
                         wgmma_pin(part[0]);
+                        if (ALONG_K && second != 1) {
 #pragma unroll
-                        for (int i = 0; i < N; ++i) {
-                            if constexpr (ALONG_K)
-                                sum[m][i] =
-                                    fmaf(part_value(part[0][i]), by[m][i % 4 / 2], sum[m][i]);
-                            else
-                                sum[m][i] += part_value(part[0][i]);
+                            for (int i = 0; i < N; ++i)
+                                sum[m][i] = fmaf(part_value(part[0][i]) * by[2 * m + i % 4 / 2],
+                                                 second, sum[m][i]);
+                        } else {
+#pragma unroll
+                            for (int i = 0; i < N; ++i) {
+                                if constexpr (ALONG_K)
+                                    sum[m][i] = fmaf(part_value(part[0][i]), by[2 * m + i % 4 / 2],
+                                                     sum[m][i]);
+                                else
+                                    sum[m][i] += part_value(part[0][i]);
+                            }
                         }
                     }
                 }

@@ -19,7 +19,7 @@ struct PlainProduct {
 };
 
 /* Computes rows [row0, row_end), at most 64, and columns from col0 on, over k [k_begin, k_end).
- * b(k, column) reads the other operand. */
+ * b(k, column) reads the other operand. ReadB::SCALES_ALONG_K: its op may have scales along k. */
 template <class ReadB>
 __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b, int64_t row0,
                                            int64_t row_end, int64_t col0, int64_t k_begin,
@@ -55,8 +55,8 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
                               col = min(col0 + tc + 16 * j, p.n - 1);
                 if (p.exact)
                     whole[i][j] += (int)part[i][j];
-                else if (p.along_k)
-                    sum[i][j] = fmaf(part[i][j], scale_of(p.sa, row, k0) * scale_of(p.sb, k0, col),
+                else if (ReadB::SCALES_ALONG_K && p.along_k)
+                    sum[i][j] = fmaf(part[i][j] * scale_of(p.sa, row, k0), scale_of(p.sb, k0, col),
                                      sum[i][j]);
                 else
                     sum[i][j] += part[i][j];
@@ -69,13 +69,14 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
             const int64_t row = row0 + tr + 16 * i, col = col0 + tc + 16 * j;
             if (row >= row_end || col >= p.n) continue;
             float x = p.exact ? (float)whole[i][j] : sum[i][j];
-            if (!p.along_k) x *= scale_of(p.sa, row, 0) * scale_of(p.sb, 0, col);
+            if (!p.along_k) x = times_scales(x, scale_of(p.sa, row, 0), scale_of(p.sb, 0, col));
             store_value<CodesBySoftware>(p.f, row, col, finish(p.f, row, col, x));
         }
 }
 
 /* b as a matrix in memory. */
 struct MatrixB {
+    static constexpr bool SCALES_ALONG_K = true;
     const void *data;
     int64_t step_k, step_n;
     gk_dtype dtype;

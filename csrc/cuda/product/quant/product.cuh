@@ -26,6 +26,33 @@ __device__ __forceinline__ float scale_of(const gk_scales &s, int64_t row, int64
  * although the sum is 0 or small, or underflow although it is large. */
 __device__ __forceinline__ float times_scales(float sum, float a, float b) { return sum * a * b; }
 
+/* True if x is 0, subnormal, infinite or NaN. */
+__device__ __forceinline__ bool leaves_normal(float x) {
+    return 2 * __float_as_uint(x) - 0x01000000u >= 0xfe000000u;
+}
+
+/* The scales of R rows and of one block of columns as two factors of their sums: by[i], and the
+ * result. A row's product with b is one factor, and the result is 1, unless the product of two
+ * scales that are not 0 leaves float32's normal range. Then by[] stays, and the result is b. */
+template <int R> __device__ __forceinline__ float join_scales(float (&by)[R], float b) {
+    float all[R];
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        all[i] = by[i] * b;
+        far = far || leaves_normal(all[i]);
+    }
+    if (far) { /* rare: a scale of 0, which also stands after the last row, is no reason */
+        far = false;
+#pragma unroll
+        for (int i = 0; i < R; ++i) far = far || (leaves_normal(all[i]) && by[i] != 0 && b != 0);
+        if (far) return b;
+    }
+#pragma unroll
+    for (int i = 0; i < R; ++i) by[i] = all[i];
+    return 1;
+}
+
 __device__ __forceinline__ float load_any(const void *data, gk_dtype dtype, int64_t at) {
     return scale_value(data, dtype, at);
 }

@@ -33,6 +33,7 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *, v
 
 /* ---- weight_gemm ----------------------------------------------------------------------------- */
 struct WeightB {
+    static constexpr bool SCALES_ALONG_K = true;
     Weight w;
     __device__ __forceinline__ float operator()(int64_t k, int64_t n) const {
         return weight_value(w, n, k);
@@ -69,6 +70,7 @@ gk_status run_weight(const gk_context *ctx, const void *args, const gk_plan *, v
 
 /* ---- sparse_gemm ----------------------------------------------------------------------------- */
 struct SparseB {
+    static constexpr bool SCALES_ALONG_K = false;
     const void *values;
     const uint8_t *meta;
     int64_t values_row, meta_row;
