@@ -262,6 +262,22 @@ def test_deterministic_gradients():
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
+def test_biases_of_many_sequences():
+    """More sequences than dimension z of a grid has blocks, each with a bias of its own."""
+    many = 65535 + 3
+    own = [draw((many, 1, keys, 8), seed=seed) for seed, keys in enumerate((1, 2, 2))]
+    own.append(draw((many, 1, 1, 2), seed=3))
+
+    def gradients(device):
+        q, k, v, bias = leaves = [x.to(device).requires_grad_() for x in own]
+        out = gk.flash_attn(q, k, v, bias=bias)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, want in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        near(got[-9:], want[-9:], F32)
+        near(got, want, F32)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_captured(dim):
     """Builder, forward and backward in one graph, which serves other contents of the mask."""
