@@ -76,6 +76,7 @@ enum {
     X(flash_attn_fwd_plain, 0, DROPS | SCORES)                      \
     X(flash_attn_fwd_partial_plain, PARTIAL, DROPS | PARTIAL | SCORES)
 #define FLASH_ATTN_BWD(X)                                 \
+    X(flash_attn_bwd_masked_sm90a, SCORES, SCORES)        \
     X(flash_attn_bwd_scores_sm80, SCORES, SCORES | DROPS) \
     X(flash_attn_bwd_sm90a, 0, 0)                         \
     X(flash_attn_bwd_wide_sm90a, 0, 0)                    \

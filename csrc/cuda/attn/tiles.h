@@ -261,6 +261,16 @@ struct BwdHopper64Score : BwdHopper64 { /* for the same reason as BwdHopper128Sc
     static constexpr int BQ = 64, DV_FIRST = 32;
 };
 
+/* A tile of flash_attn_bwd_masked_sm90a. Its rows must divide the 128 of a mask's block. */
+template <class Base> struct BwdMasked : Base {
+    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+};
+template <class Tile> constexpr bool bwd_has_mask = false;
+template <class Base> constexpr bool bwd_has_mask<BwdMasked<Base>> = true;
+struct BwdHopper128Masked : BwdHopper128 {
+    static constexpr int BQ = 64, DV_FIRST = 32;
+};
+
 /* Ordered kernels need one register more. */
 struct BwdHopper128ScoreOrdered : BwdHopper128Score { /* 64 rows spilled 12 bytes */
     static constexpr int BQ = 48, DV_FIRST = 32;
@@ -275,7 +285,7 @@ typedef BwdHopper64Score BwdHopper64ScoreOrdered;
 struct BwdHopper256 { /* 226 KiB: a second stage of dO does not fit */
     static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2,
                          O_STAGES = 1, TASK_TILES = 4;
-    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr bool PAIR = true;
 };
 struct BwdHopper192 : BwdHopper256 {

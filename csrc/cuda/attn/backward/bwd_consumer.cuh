@@ -3,9 +3,10 @@
  * all consumers share: P and dS from the products, the additions of dQ to memory, and the stores of
  * dK and dV.
  *
- * The kernel is a template over a Consumer. A Consumer has a Tile; run(), the steps of one
- * warpgroup; and store(), which writes its dK and dV. bwd_keys.cuh defines the one for head_dim up
- * to 128, flash_attn_bwd_wide_sm90a.cu the one for larger head_dims. */
+ * The kernel is a template over a Consumer. A Consumer has a Tile; Params; run(), the steps of one
+ * warpgroup; store(), which writes its dK and dV; and the parts of BwdUnmasked, which say which
+ * rows a block takes and load them. bwd_keys.cuh defines the one for head_dim up to 128,
+ * flash_attn_bwd_wide_sm90a.cu the one for larger head_dims. */
 #ifndef GPUKERN_CUDA_BWD_CONSUMER_CUH
 #define GPUKERN_CUDA_BWD_CONSUMER_CUH
 
@@ -71,6 +72,33 @@ __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key
 #pragma unroll
     for (int i = 0; i < M; ++i)
         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
+}
+
+/* The address of this lane's two words of a step's block. */
+template <class Tile> __device__ __forceinline__ smem_addr own_words(smem_addr smem_s, int n) {
+    typedef BwdSmem<Tile> S;
+    return smem_s + S::WORDS_AT + tma_steps<Tile::STAGES>::stage(n) * S::WORDS_BYTES +
+           mov_tid_x() * 8;
+}
+
+/* Sets P and dS of hidden pairs to 0, whatever they hold. p and ds [2 n + r] have the rows 8 n and
+ * 8 n + 1 and the key 8 r, relative to the lane's first; the words of the stored mask have the same
+ * order. bit: that of the tile's first row. */
+template <int M>
+__device__ __forceinline__ void hide_by_words(uint32_t (&p)[M], uint32_t (&ds)[M],
+                                              smem_addr words_s, unsigned bit) {
+    const uint2 words = ld_shared_64(words_s);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const uint32_t word = (r ? words.y : words.x) >> bit;
+#pragma unroll
+        for (int n = 0; n < M / 2; ++n) {
+            const uint32_t two = word >> 2 * n;
+            const uint32_t seen = (0u - (two & 1) & 0xffffu) | (0u - (two >> 1 & 1)) << 16;
+            p[2 * n + r] &= seen;
+            ds[2 * n + r] &= seen;
+        }
+    }
 }
 
 /* Turns S^T into P^T. lse_s: address of the lane's first row; delta_s below likewise. */
@@ -210,11 +238,26 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, con
                     make_float2(d[4 * n + 2 * r] * factor, d[4 * n + 2 * r + 1] * factor);
 }
 
+/* The parts of a Consumer that depend on which rows see a block's keys: here those within the
+ * bounds of place_block. flash_attn_bwd_masked_sm90a.cu has those of a stored mask. */
+template <class Tile, bool ORDERED> struct BwdUnmasked {
+    typedef BwdHopperParams Params;
+    /* True if the kernel has nothing to do. */
+    static __device__ __forceinline__ bool leaves(const Params &) { return false; }
+    static __device__ __forceinline__ void place(BwdWork &w, const Params &x) {
+        place_block<Tile>(w, x);
+    }
+    static __device__ __forceinline__ void load(const Params &x, const BwdWork &w,
+                                                unsigned char *smem, smem_addr smem_s) {
+        load_tiles<Tile, ORDERED>(x, w, smem, smem_s);
+    }
+};
+
 /* ---- 2. the kernel --------------------------------------------------------------------------- */
 template <class Consumer>
 __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
-        flash_attn_bwd_sm90a_kernel(const __grid_constant__ BwdHopperParams x) {
+        flash_attn_bwd_sm90a_kernel(const __grid_constant__ typename Consumer::Params x) {
     typedef typename Consumer::Tile Tile;
     typedef BwdSmem<Tile> S;
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -222,8 +265,9 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     BwdWork &w = *(BwdWork *)(smem + S::WORK);
     /* the shuffle tells the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    if (Consumer::leaves(x)) return;
     if (threadIdx.x == 0) { /* takes longest; other warps do the rest meanwhile */
-        place_block<Tile>(w, x);
+        Consumer::place(w, x);
     } else if (threadIdx.x == 8 * 32) {
         prefetch_tensormap(&x.k);
         prefetch_tensormap(&x.v);
@@ -253,7 +297,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return;
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
-        if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
+        if (threadIdx.x / 32 == 8) Consumer::load(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
         /* The release waits for the additions. This warp does it, so that the consumers can store
          * dK and dV meanwhile. */
@@ -340,7 +384,7 @@ BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bw
     grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV);
     grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
-    const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0,
+    const bool masked = bwd_has_mask<Tile> || g.p.rules.left >= 0 || g.p.rules.right >= 0,
                few = few_waves<Tile>(ctx, grid);
     /* work units (kv heads) that run at a time */
     const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units);
@@ -393,12 +437,13 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     return true;
 }
 
-template <class T, class Consumer>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+/* Fills in all parameters of a call. The counters follow dq_sum in the workspace. */
+template <class Consumer>
+gk_status hopper_params(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const gk_plan *plan,
+                        void *workspace, BwdHopperParams *to) {
     typedef typename Consumer::Tile Tile;
     typedef BwdSmem<Tile> S;
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    BwdHopperParams x = {};
+    BwdHopperParams &x = *to;
     x.g = gk_own<Bwd>(plan);
     x.grid = grid_of<Tile>(ctx, a, x.g);
     x.grid.prepare();
@@ -408,17 +453,26 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
     x.up = Consumer::ORDERED && goes_up<Tile>(ctx, x.g, x.grid);
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
-    const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
-    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
     x.rows_done = counters;
     x.keys_done = counters + x.grid.units;
-    x.turns = counters + (alone ? 2 * x.grid.units : 0);
+    x.turns = counters + (x.grid.rows > 0 ? 2 * x.grid.units : 0);
     gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), S::Q::box(), &x.q);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), S::K::box(), &x.k);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), S::V::box(), &x.v);
     if (status == GK_OK)
         status = make_tensor_map(OP, attn_shape(a->grad_out), S::O::box(), &x.grad_out);
-    if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, counters, cleared);
+    return status;
+}
+
+template <class T, class Consumer>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    typedef typename Consumer::Tile Tile;
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    BwdHopperParams x = {};
+    gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
+    const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
+    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
+    if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, x.rows_done, cleared);
     if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
     if (status == GK_OK)
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(

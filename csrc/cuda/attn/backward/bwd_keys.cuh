@@ -8,7 +8,8 @@
 
 namespace {
 
-template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer {
+template <class T, class Tile_, bool MODIFIED, bool ORDERED_>
+struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
     typedef Tile_ Tile;
     typedef T Element, Grad;
     static constexpr bool ORDERED = ORDERED_;
@@ -43,7 +44,7 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                                         int warpgroup) {
         const Bwd &g = x.g;
         const bool signals = threadIdx.x % 128 == 0;
-        const int steps = w.tiles * g.p.group;
+        const int steps = steps_of<Tile>(g, w);
         const float scale_log2 = (float)g.p.rules.scale * LOG2_E;
         const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
         const BwdTileOf *tiles = (const BwdTileOf *)(smem + S::TILES);
@@ -85,7 +86,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
             wgmma_wait_group<1>();
             wgmma_pin(s);
             if (!MODIFIED) {
-                if (now.y) hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
+                if (!bwd_has_mask<Tile> && now.y)
+                    hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
             /* This barrier completed long ago. Its loop ends a basic block, so ptxas moves
@@ -103,6 +105,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                                       own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
+                if (bwd_has_mask<Tile> && now.y)
+                    hide_by_words(p, ds, own_words<Tile>(smem_s, n), now.y - 2);
             }
             store_ds(ds_s, ds);
 

@@ -16,6 +16,8 @@
 #include "../../layout/wgmma.cuh"
 #include "bwd.cuh"
 #include "bwd_order.cuh"
+#include "../../../core/attn_mask.h"
+#include "../tiles.h"
 #include "../tma_shape.cuh"
 
 /* Named barriers of a block; 0 is __syncthreads. */
@@ -43,6 +45,7 @@ struct BwdHopperParams {
     unsigned *turns;
     bool up;                   /* direction, see BwdOrderedStep */
     Divisor by_heads, by_keys; /* kv heads of a batch entry; keys tasks of a unit */
+    unsigned *spoilt;          /* masked kernel only: set to 1 if a gradient is not finite */
 };
 
 /* A block's task. A keys task has the keys [j0, j0 + BKV) of one kv head. For every query head
@@ -66,7 +69,7 @@ struct BwdWork {
 /* The description of a step, written by the producer for the consumers. */
 struct BwdTileOf {
     int tile;    /* index in the workspace, over all heads */
-    int edge;    /* 1: the tile needs a mask */
+    int edge;    /* 1: the tile needs a mask; masked kernel: 2 plus the words' first bit */
     int i0;      /* the tile's first row */
     float slope; /* ALiBi slope, 0 = none */
 };
@@ -93,21 +96,31 @@ template <class Tile> struct BwdSmem {
                          PEER_DS_AT = DS_AT + 2 * Scores::bytes,
                          P_AT = PEER_DS_AT + (Tile::PAIR ? 2 * Scores::bytes : 0),
                          STATS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0);
+    /* masked kernel: a block's words for each stage */
+    static constexpr int WORDS_BYTES = GK_MASK_BLOCK_INTS * 4,
+                         WORDS_AT = STATS_AT + Tile::STAGES * STATS;
     /* RING: Q, stats and, without pairs, dO. O_RING: dO of pairs. PEER_FULL: two alternating
      * barriers for the other block's dS. */
-    static constexpr int RING = STATS_AT + Tile::STAGES * STATS;
+    static constexpr int RING = WORDS_AT + (bwd_has_mask<Tile> ? Tile::STAGES * WORDS_BYTES : 0);
     static constexpr int O_RING = RING + Ring::bytes, PEER_FULL = O_RING + ORing::bytes;
     /* barriers */
     static constexpr int KV_FULL = PEER_FULL + 16, RAW = KV_FULL + 8, TURN = RAW + 8,
                          ADDED = TURN + 8;
     static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
-    static constexpr int BYTES = WORK + (int)sizeof(BwdWork);
+    /* masked kernel: the producer's place in the lists */
+    static constexpr int PLACE = WORK + (int)sizeof(BwdWork);
+    static constexpr int BYTES = PLACE + (bwd_has_mask<Tile> ? 32 : 0);
     static constexpr GK_HD int peer_full(int step) { return PEER_FULL + 8 * (step & 1); }
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0,
                   "tiles are whole blocks");
     static_assert(STATS % 16 == 0, "stats are copied in units of 16 bytes");
 };
+
+/* The steps of a keys task. In the masked kernel BwdWork::tiles counts those of all heads. */
+template <class Tile> __device__ __forceinline__ int steps_of(const Bwd &g, const BwdWork &w) {
+    return bwd_has_mask<Tile> ? w.tiles : w.tiles * g.p.group;
+}
 
 /* ---- 2. which rows --------------------------------------------------------------------------- */
 /* Fills in the block's task. Blocks of one head are neighbours, because they read the same rows.

@@ -151,10 +151,10 @@ __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int t
 }
 
 /* Writes dq in 16 bits, for `count` <= COUNT tiles of a head from `tile` on, through as many
- * tiles of shared memory. */
+ * tiles of shared memory. spoilt: see BwdHopperParams. */
 template <class T, class Tile, int THREADS, int COUNT>
 __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, int count,
-                                            smem_addr smem_s) {
+                                            smem_addr smem_s, unsigned *spoilt = NULL) {
     typedef DqShape<Tile> Dq;
     typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
     static_assert(COUNT * Queries::bytes <= BwdSmem<Tile>::RING,
@@ -177,6 +177,7 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
 #pragma unroll
         for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
             const float4 d = __ldcg((const float4 *)(part + j * 128));
+            if (bwd_has_mask<Tile> && !isfinite(d.x + d.y + d.z + d.w)) *spoilt = 1;
             four[2 * j] = pack2<T>(d.x * scale, d.y * scale);
             four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
         }
@@ -219,7 +220,8 @@ __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWo
         if constexpr (sizeof(Grad) == 4)
             scale_tiles<Tile, THREADS>(x.g, w.b, head, tile, count);
         else
-            round_tiles<T, Tile, THREADS, Tile::TASK_TILES>(x.g, w.b, head, tile, count, smem_s);
+            round_tiles<T, Tile, THREADS, Tile::TASK_TILES>(x.g, w.b, head, tile, count, smem_s,
+                                                            x.spoilt);
     }
 }
 

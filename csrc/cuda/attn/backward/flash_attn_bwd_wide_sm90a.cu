@@ -55,7 +55,8 @@ __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M 
 }
 
 /* ---- 1. the two consumer warpgroups ---------------------------------------------------------- */
-template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideConsumer {
+template <class T, class Tile_, bool MODIFIED, bool ORDERED_>
+struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     typedef Tile_ Tile;
     typedef T Element, Grad;
     static constexpr bool ORDERED = ORDERED_;

@@ -14,6 +14,7 @@
 #ifndef GPUKERN_CUDA_FWD_MASKED_CUH
 #define GPUKERN_CUDA_FWD_MASKED_CUH
 
+#include "../mask_words.cuh"
 #include "fwd_producer.cuh"
 
 /* The list of a tile's blocks of keys. An entry is 4 block + kind. */
@@ -123,38 +124,26 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
 __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequence &seq,
                                            const FwdMarks &y, int block, bool full,
                                            smem_addr to_s) {
-    const int j0 = block * GK_MASK_TILE, i0 = y.tile * GK_MASK_TILE, lane = laneid();
+    const int j0 = block * GK_MASK_TILE, i0 = y.tile * GK_MASK_TILE;
     const int4 *source = (const int4 *)(y.data + m.at.source);
     if (full || m.store == GK_MASK_RANGES) {
-        /* The lane's word of row 8 w + lane / 4. One at a time, because registers are few. */
-#pragma unroll 1
-        for (int w = 0; w < GK_MASK_TILE / 8; ++w) {
-            const int first = j0 + lane % 4 * 2;
-            uint32_t word;
-            if (full) {
-                word = columns_in<32>(0, seq.seq_k - first);
-            } else {
-                const int4 a = __ldg(source + min(i0 + 8 * w + lane / 4, seq.seq_q - 1));
-                word = columns_in<32>(a.x - first, a.y - first) |
-                       columns_in<32>(a.z - first, a.w - first);
-            }
-            st_shared_32(to_s + (32 * (w / 2) + lane) * 8 + 4 * (w & 1), word);
-        }
-    } else { /* each lane owns a column, and a vote gives 32 bits of a row */
-#pragma unroll 1
-        for (int group = 0; group < 4; ++group) {
-            const int key = j0 + 32 * group + lane;
-            const int4 c = key < seq.seq_k ? __ldg(source + key) : make_int4(0, 0x7fffffff, 0, 0);
-#pragma unroll 1
-            for (int r = 0; r < GK_MASK_TILE; ++r) {
+        words_of_rows(to_s, [&](int r) {
+            const int first = j0 + laneid() % 4 * 2;
+            if (full) return columns_in<32>(0, seq.seq_k - first);
+            const int4 a = __ldg(source + min(i0 + r, seq.seq_q - 1));
+            return columns_in<32>(a.x - first, a.y - first) |
+                   columns_in<32>(a.z - first, a.w - first);
+        });
+    } else {
+        words_of_columns(
+            to_s,
+            [&](int c) {
+                return j0 + c < seq.seq_k ? __ldg(source + j0 + c) : make_int4(0, 0x7fffffff, 0, 0);
+            },
+            [&](const int4 &c, int r) {
                 const int i = i0 + r;
-                const bool hidden = (i >= c.x && i < c.y) || (i >= c.z && i < c.w);
-                const uint32_t bits = __ballot_sync(0xffffffffu, !hidden);
-                const uint32_t byte = (bits >> 2 * lane & 0x03030303u) * 0x01041040u >> 24;
-                if (lane < 4)
-                    st_shared_8(to_s + 4 * (gk_mask_word_of(r) + 2 * lane) + group, (uint8_t)byte);
-            }
-        }
+                return !((i >= c.x && i < c.y) || (i >= c.z && i < c.w));
+            });
     }
     fence_proxy_async(); /* orders these stores before a later bulk copy into the stage */
     __syncwarp();

@@ -1,0 +1,381 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_bwd_masked_sm90a: the gradients of attention with a stored mask
+ * (../../../core/attn_mask.h) on Hopper's tensor cores, 16-bit, dense, head_dim up to 128. The
+ * equations, the steps and the consumers are those of flash_attn_bwd_sm90a.
+ *
+ * Work split: a block owns 128 keys of one kv head, as there. It takes the blocks of queries in the
+ * list of its tile of keys, for every query head of the group, BQ rows a step. Tiles of keys with
+ * long lists come first. A block that every query sees in full runs as without a mask. For a
+ * partial block the producer brings one bit for each pair into shared memory; P and dS of hidden
+ * pairs become 0.
+ *
+ * A hidden row or key may hold NaN or inf, and 0 times NaN is NaN. The first launch therefore marks
+ * a gradient that is not finite. The second launch leaves at once if there is none. Otherwise it
+ * computes everything again: its producer replaces NaN and inf of Q, K, V and dO in shared memory
+ * by 0. Those of a visible pair still reach the gradients, because they make lse or delta of its
+ * row NaN.
+ *
+ * Not handled, served by flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain: biases, dropout,
+ * softcap, ALiBi, causal or a window beside the mask, kv_start, kv_end, q_start, packed and
+ * deterministic calls, rows that are not aligned to 16 bytes. */
+#include "../mask_words.cuh"
+#include "../../ptx/opaque.cuh"
+#include "bwd_keys.cuh"
+
+namespace {
+
+struct BwdMaskedParams : BwdHopperParams {
+    const int32_t *mask;
+    int64_t mask_batch, mask_head; /* strides, 0 where the mask broadcasts */
+    gk_mask_layout at;
+    gk_mask_store store;
+    bool again; /* the second launch */
+};
+
+/* ---- 1. lists -------------------------------------------------------------------------------- */
+__device__ __forceinline__ const int32_t *mask_of(const BwdMaskedParams &x, int b, int head) {
+    return x.mask + b * x.mask_batch + head * x.mask_head;
+}
+
+/* The blocks of queries of one head that see a tile of keys. An entry is 4 block + kind. */
+__device__ __forceinline__ const uint16_t *list_of(const BwdMaskedParams &x, int b, int head,
+                                                   int tile) {
+    return (const uint16_t *)(mask_of(x, b, head) + x.at.lists_t) + (int64_t)tile * x.at.tiles_q;
+}
+
+/* The length of a list: zeros, which are no entries, follow the last one. */
+__device__ __forceinline__ int length_of(const BwdMaskedParams &x, const uint16_t *list) {
+    int lo = 0, hi = (int)x.at.tiles_q;
+#pragma unroll 1
+    while (lo < hi) {
+        const int middle = (lo + hi) / 2;
+        if (__ldg(list + middle))
+            lo = middle + 1;
+        else
+            hi = middle;
+    }
+    return lo;
+}
+
+/* The steps of a list: a block of 128 queries has as many as it has tiles of rows. */
+template <class Tile>
+__device__ __forceinline__ int steps_of_list(const uint16_t *list, int count, int seq_q) {
+    if (count == 0) return 0;
+    const int last = __ldg(list + count - 1) >> 2,
+              rows = min(seq_q - last * GK_MASK_TILE, (int)GK_MASK_TILE);
+    return (count - 1) * (GK_MASK_TILE / Tile::BQ) + (rows + Tile::BQ - 1) / Tile::BQ;
+}
+
+/* The producer's place in the lists and the step there, in shared memory. */
+struct BwdPlace {
+    enum Field {
+        HEAD,
+        LEFT,  /* blocks of the head's list that are left */
+        INDEX, /* the next entry */
+        KEPT,  /* entries before it whose words are stored */
+        ROW,   /* the step's first row */
+        KIND,  /* of the step's block. MADE: the producer computes the words */
+        FULL,  /* MADE only: all queries see the block's keys, but the end of the keys cuts it */
+        SLOT   /* of the stored words */
+    };
+    smem_addr at_s;
+    __device__ __forceinline__ int operator[](Field f) const {
+        return (int)ld_shared_32(at_s + 4 * f);
+    }
+    __device__ __forceinline__ void set(Field f, int x) const { st_shared_32(at_s + 4 * f, x); }
+};
+
+/* Goes to the next step. All lanes of a warp. */
+template <class Tile>
+__device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWork &w,
+                                          const BwdPlace &at) {
+    int i0 = at[BwdPlace::ROW] + Tile::BQ;
+    const int tile = w.j0 / GK_MASK_TILE;
+    int head = at[BwdPlace::HEAD], left = at[BwdPlace::LEFT], index = at[BwdPlace::INDEX],
+        kept = at[BwdPlace::KEPT];
+    __syncwarp();                                      /* all lanes have read */
+    if (i0 % GK_MASK_TILE == 0 || i0 >= w.seq.seq_q) { /* the next block */
+        while (left == 0) {
+            ++head;
+            index = kept = 0;
+            left = x.mask_head && head > w.first_head ? length_of(x, list_of(x, w.b, head, tile))
+                                                      : w.tile_lo;
+        }
+        const int entry = __ldg(list_of(x, w.b, head, tile) + index);
+        const int block = entry >> 2, kind = entry & 3;
+        i0 = block * GK_MASK_TILE;
+        at.set(BwdPlace::KIND, kind == GK_BLOCK_FULL && w.seq.seq_k - w.j0 < GK_MASK_TILE
+                                   ? (int)GK_BLOCK_MADE
+                                   : kind);
+        at.set(BwdPlace::FULL, kind == GK_BLOCK_FULL);
+        at.set(BwdPlace::SLOT, (int)gk_mask_slot(x.store, tile, block, x.at.tiles_q, 4 * kept));
+        at.set(BwdPlace::HEAD, head);
+        at.set(BwdPlace::LEFT, left - 1);
+        at.set(BwdPlace::INDEX, index + 1);
+        at.set(BwdPlace::KEPT, kept + (kind == GK_BLOCK_WORDS));
+    }
+    at.set(BwdPlace::ROW, i0);
+    __syncwarp();
+}
+
+/* ---- 2. the producer's parts ----------------------------------------------------------------- */
+/* Replaces NaN and inf in a tile by 0. One warp. */
+template <class T, class Panels> __device__ __forceinline__ void clear_wild(smem_addr tile_s) {
+    constexpr uint32_t EXPONENT = element<T>::dtype == GK_BF16 ? 0x7f80u : 0x7c00u;
+    const auto tame = [](uint32_t two) {
+        const uint32_t low = (two & EXPONENT) == EXPONENT ? 0 : 0xffffu,
+                       high = (two >> 16 & EXPONENT) == EXPONENT ? 0 : 0xffff0000u;
+        return two & (low | high);
+    };
+#pragma unroll 1
+    for (int i = laneid(); i < Panels::bytes / 16; i += 32) {
+        const uint4 x = ld_shared_128(tile_s + i * 16);
+        st_shared_128(tile_s + i * 16, make_uint4(tame(x.x), tame(x.y), tame(x.z), tame(x.w)));
+    }
+}
+
+/* Makes lse of the rows NaN whose delta is NaN, so that their weights are, too. One warp. */
+template <class Tile> __device__ __forceinline__ void carry_nan(smem_addr stats_s) {
+#pragma unroll 1
+    for (int r = laneid(); r < Tile::BQ; r += 32) {
+        const uint32_t delta = ld_shared_32(stats_s + (Tile::BQ + r) * 4);
+        if (isnan(__uint_as_float(delta))) st_shared_32(stats_s + r * 4, delta);
+    }
+}
+
+/* Computes the words of a block whose words are not stored, and those of a full block that the end
+ * of the keys cuts. A row is a key here, a column a query. One warp. */
+__device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Sequence &seq,
+                                             int head, int b, int j0, int row0, bool full,
+                                             smem_addr to_s) {
+    const int i0 = row0 / GK_MASK_TILE * GK_MASK_TILE;
+    const int4 *source = (const int4 *)(mask_of(x, b, head) + x.at.source);
+    if (full || x.store == GK_MASK_COLUMNS) {
+        words_of_rows(to_s, [&](int r) {
+            const int j = j0 + r, first = i0 + laneid() % 4 * 2;
+            if (j >= seq.seq_k) return 0u;
+            if (full) return 0xffffffffu;
+            const int4 c = __ldg(source + j);
+            return ~(columns_in<32>(c.x - first, c.y - first) |
+                     columns_in<32>(c.z - first, c.w - first));
+        });
+    } else {
+        words_of_columns(
+            to_s,
+            [&](int c) {
+                return i0 + c < seq.seq_q ? __ldg(source + i0 + c) : make_int4(0, 0, 0, 0);
+            },
+            [&](const int4 &a, int r) {
+                const int j = j0 + r;
+                return (j >= a.x && j < a.y) || (j >= a.z && j < a.w);
+            });
+    }
+    fence_proxy_async(); /* orders these stores before a later bulk copy into the stage */
+    __syncwarp();
+}
+
+/* One warp loads K and V once, then Q, dO, the stats and the mask's words step after step. Its
+ * place in the lists is in shared memory, because registers are few. */
+template <class T, class Tile>
+__device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdWork &w,
+                                            smem_addr smem_s) {
+    typedef BwdSmem<Tile> S;
+    constexpr int BQ = Tile::BQ;
+    const Bwd &g = x.g;
+    const smem_addr raw_s = smem_s + S::RAW, kv_s = smem_s + S::KV_FULL;
+    if (laneid() == 0) {
+        const smem_addr to_s = x.again ? raw_s : kv_s;
+        mbarrier_arrive_expect_tx(to_s, S::K::bytes + S::V::bytes);
+        load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.j0, w.kv_head, w.b, to_s);
+        load_panels<typename S::V>(smem_s + S::V_AT, &x.v, w.j0, w.kv_head, w.b, to_s);
+    }
+    if (x.again) {
+        mbarrier_wait(raw_s, 0);
+        clear_wild<T, typename S::K>(smem_s + S::K_AT);
+        clear_wild<T, typename S::V>(smem_s + S::V_AT);
+        fence_proxy_async(); /* orders this lane's stores before WGMMA's reads */
+        __syncwarp();
+        if (laneid() == 0) mbarrier_arrive(kv_s);
+    }
+    const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
+    const BwdPlace at = {smem_s + S::PLACE};
+    at.set(BwdPlace::HEAD, w.first_head - 1);
+    at.set(BwdPlace::LEFT, 0);
+    at.set(BwdPlace::ROW, GK_MASK_TILE - BQ);
+    __syncwarp();
+#pragma unroll 1
+    for (int n = 0; n < ((const volatile BwdWork &)w).tiles; ++n) {
+        next_step<Tile>(x, w, at);
+        ring.wait_empty(n);
+        if (at[BwdPlace::KIND] == GK_BLOCK_MADE) {
+            smem_addr words_s = smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES;
+            opaque(words_s); /* or it would stay in a register until the bulk copy below */
+            make_words_t(x, w.seq, at[BwdPlace::HEAD], w.b, w.j0, at[BwdPlace::ROW],
+                         at[BwdPlace::FULL], words_s);
+        }
+        if (laneid() == 0) {
+            const smem_addr to_s = x.again ? raw_s : ring.full(n);
+            const int i0 = at[BwdPlace::ROW], kind = at[BwdPlace::KIND];
+            load_panels<typename S::Q>(smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes, &x.q, i0,
+                                       at[BwdPlace::HEAD], w.b, to_s);
+            load_panels<typename S::O>(smem_s + S::O_AT + ring.stage(n) * S::O::bytes, &x.grad_out,
+                                       i0, at[BwdPlace::HEAD], w.b, to_s);
+            const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / BQ;
+            const unsigned edge = kind == GK_BLOCK_FULL ? 0 : 2 + i0 % GK_MASK_TILE / 4;
+            st_shared_128(smem_s + S::TILES + ring.stage(n) * (int)sizeof(BwdTileOf),
+                          make_uint4((unsigned)stats_tile, edge, (unsigned)i0, 0));
+            if (n == 0) { /* see load_tiles */
+                wait_count(x.rows_done + w.task.unit, x.grid.rows * BwdGrid::PARTS);
+                fence_proxy_async_global();
+            }
+            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::O::bytes + S::STATS +
+                                                (kind == GK_BLOCK_WORDS ? S::WORDS_BYTES : 0));
+            bulk_load(smem_s + S::STATS_AT + ring.stage(n) * S::STATS,
+                      (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS, to_s);
+            if (kind == GK_BLOCK_WORDS)
+                bulk_load(smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES,
+                          mask_of(x, w.b, at[BwdPlace::HEAD]) + x.at.words_t +
+                              (int64_t)at[BwdPlace::SLOT] * GK_MASK_BLOCK_INTS,
+                          S::WORDS_BYTES, to_s);
+        }
+        __syncwarp();
+        if (x.again) {
+            mbarrier_wait(raw_s, (n + 1) & 1);
+            clear_wild<T, typename S::Q>(smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes);
+            clear_wild<T, typename S::O>(smem_s + S::O_AT + ring.stage(n) * S::O::bytes);
+            carry_nan<Tile>(smem_s + S::STATS_AT + ring.stage(n) * S::STATS);
+            fence_proxy_async(); /* as above */
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(ring.full(n));
+        }
+    }
+}
+
+/* ---- 3. the consumer ------------------------------------------------------------------------- */
+template <class T, class Tile_, bool MODIFIED, bool ORDERED>
+struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
+    typedef Tile_ Tile;
+    typedef BwdMaskedParams Params;
+    typedef BwdSmem<Tile> S;
+    static_assert(GK_MASK_TILE % Tile::BQ == 0 && Tile::BKV == GK_MASK_TILE && !ORDERED,
+                  "a step lies within one block of the mask");
+
+    static __device__ __forceinline__ bool leaves(const Params &x) {
+        return x.again && *x.spoilt == 0;
+    }
+    /* w.tile_lo is the length of the first head's list. */
+    static __device__ __forceinline__ void place(BwdWork &w, const Params &x) {
+        const Bwd &g = x.g;
+        w.rank = 0;
+        w.task = x.grid.task(blockIdx.x);
+        w.b = (int)x.by_heads.into((uint32_t)w.task.unit);
+        w.kv_head = w.task.unit - w.b * g.p.heads_kv;
+        w.first_head = w.kv_head * g.p.group;
+        if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
+        const int4 longest =
+            __ldg((const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t) + w.task.index);
+        const int tile = longest.z;
+        w.j0 = tile * GK_MASK_TILE;
+        w.seq = sequence_of(g.p, w.b);
+        w.row_tile = row_tile_of(g, w.seq, w.b);
+        w.tile_lo = longest.x;
+        w.tiles = steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), longest.x, w.seq.seq_q);
+        if (x.mask_head == 0) {
+            w.tiles *= g.p.group;
+        } else {
+#pragma unroll 1
+            for (int h = 1; h < g.p.group; ++h) {
+                const uint16_t *list = list_of(x, w.b, w.first_head + h, tile);
+                w.tiles += steps_of_list<Tile>(list, length_of(x, list), w.seq.seq_q);
+            }
+        }
+    }
+    static __device__ __forceinline__ void load(const Params &x, const BwdWork &w, unsigned char *,
+                                                smem_addr smem_s) {
+        load_masked<T, Tile>(x, w, smem_s);
+    }
+    __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
+                                          int warpgroup) const {
+        float sum = 0; /* NaN or inf if a gradient is */
+#pragma unroll
+        for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) sum = fmaf(this->dk[i], 0.f, sum);
+#pragma unroll
+        for (int i = 0; i < Tile::HEAD_DIM_V / 2; ++i) sum = fmaf(this->dv[i], 0.f, sum);
+        if (sum != 0) *x.spoilt = 1;
+        BwdConsumer<T, Tile_, MODIFIED, ORDERED>::store(x, w, smem_s, warpgroup);
+    }
+};
+
+/* ---- 4. plan --------------------------------------------------------------------------------- */
+bool serves_masked(const gk_flash_attn_bwd_args *a) {
+    const gk_attn_scores *scores = gk_scores_of_bwd(a);
+    const gk_attn_rules &r = a->fwd.rules;
+    if (!scores || !scores->mask || scores->bias || scores->distance_bias) return false;
+    if (a->deterministic || r.softcap > 0 || r.alibi_slopes || !(r.scale > 0)) return false;
+    if (r.kv_start || r.kv_end || r.q_start || a->fwd.cu_seqlens_q) return false;
+    if (r.is_causal || r.window_left >= 0 || r.window_right >= 0) return false;
+    return rows_aligned(a->fwd.out) &&
+           scores->mask->shape[2] ==
+               gk_attn_mask_ints(scores->store, a->fwd.q.shape[2], a->fwd.k.shape[2], 1);
+}
+
+/* The workspace: that of flash_attn_bwd_sm90a, the counters of the second launch, and the mark. */
+template <class Tile>
+bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *to) {
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    if (!serves_masked(a) || !plan<Tile>(row, ctx, args, to)) return false;
+    const Bwd &g = gk_own<Bwd>(to);
+    const BwdGrid grid = grid_of<Tile>(ctx, a, g);
+    to->workspace_bytes += counters_bytes<Tile>(grid, g, false) + 4;
+    return grid.rows > 0; /* false: no keys or no rows */
+}
+
+template <class T, class Consumer>
+gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *plan,
+                     void *workspace) {
+    typedef typename Consumer::Tile Tile;
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    const gk_attn_scores *scores = gk_scores_of_bwd(a);
+    const gk_tensor &mask = *scores->mask;
+    BwdMaskedParams x = {};
+    gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
+    x.mask = (const int32_t *)mask.data;
+    x.mask_batch = mask.shape[0] == 1 ? 0 : mask.stride[0];
+    x.mask_head = mask.shape[1] == 1 ? 0 : mask.stride[1];
+    x.store = scores->store;
+    x.at = gk_mask_layout_of(x.store, a->fwd.q.shape[2], a->fwd.k.shape[2], true);
+    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, false);
+    x.spoilt = x.rows_done + cleared / sizeof(unsigned) * 2;
+    if (status == GK_OK) status = clear_memory(OP, ctx, x.rows_done, 2 * cleared + 4);
+    for (int pass = 0; pass < 2 && status == GK_OK; ++pass) {
+        x.again = pass > 0;
+        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
+            OP, ctx, dim3((unsigned)plan->tasks), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
+        x.rows_done += cleared / sizeof(unsigned);
+        x.keys_done += cleared / sizeof(unsigned);
+    }
+    return status == GK_OK && x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : status;
+}
+
+/* ---- 5. table -------------------------------------------------------------------------------- */
+#define ROW(name, T, dtype, TILE)                                           \
+    {name,                                                                  \
+     dtype,                                                                 \
+     plan_masked<TILE>,                                                     \
+     run_masked<T, BwdMaskedConsumer<T, TILE, false, false>>,               \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+     NULL}
+#define ROWS(label, TILE)                                                         \
+    ROW("flash_attn_bwd_masked_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        ROW("flash_attn_bwd_masked_sm90a_f16_" label, __half, GK_F16, TILE)
+
+typedef BwdMasked<BwdHopper64> Masked64;
+typedef BwdMasked<BwdHopper128Masked> Masked128;
+
+const gk_cuda_instance instances[] = {ROWS("d64", Masked64), ROWS("d128", Masked128)};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_bwd_masked_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};
