@@ -261,16 +261,14 @@ struct BwdHopper64Score : BwdHopper64 { /* for the same reason as BwdHopper128Sc
     static constexpr int BQ = 64, DV_FIRST = 32;
 };
 
-/* A tile of flash_attn_bwd_masked_sm90a. Its rows must divide the 128 of a mask's block. */
-template <class Base> struct BwdMasked : Base {
-    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+/* A tile of flash_attn_bwd_masked_sm90a: Base with a mask (MASK 1), a bias [.., Sq, Sk] (BIAS 1) or
+ * both. Its rows must divide the 128 of a mask's block. */
+template <class Base, int MASK_, int BIAS_> struct BwdMasked : Base {};
+template <class Base, int MASK_, int BIAS_> struct ScoresOf<BwdMasked<Base, MASK_, BIAS_>> {
+    static constexpr int MASK = MASK_, BIAS = BIAS_;
 };
-template <class Tile> constexpr bool bwd_has_mask = false;
-template <class Base> constexpr bool bwd_has_mask<BwdMasked<Base>> = true;
-struct BwdHopper128Masked : BwdHopper128 {
-    static constexpr int BQ = 64, DV_FIRST = 32;
-};
-
+/* True if the tile is one of flash_attn_bwd_masked_sm90a. */
+template <class Tile> constexpr bool bwd_masked = ScoresOf<Tile>::MASK || ScoresOf<Tile>::BIAS;
 /* Ordered kernels need one register more. */
 struct BwdHopper128ScoreOrdered : BwdHopper128Score { /* 64 rows spilled 12 bytes */
     static constexpr int BQ = 48, DV_FIRST = 32;

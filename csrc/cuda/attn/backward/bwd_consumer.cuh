@@ -12,6 +12,7 @@
 
 #include "../../ptx/bar.cuh"
 #include "../../ptx/cluster.cuh"
+#include "../../ptx/ldmatrix.cuh"
 #include "../../ptx/stmatrix.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "../../tile/copy.cuh"
@@ -74,31 +75,77 @@ __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key
         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
 }
 
-/* The address of this lane's two words of a step's block. */
-template <class Tile> __device__ __forceinline__ smem_addr own_words(smem_addr smem_s, int n) {
+/* Which of a lane's pairs the mask shows. Bit 2 n + e of seen[r] is row 8 n + e and key 8 r,
+ * relative to the lane's first: the order of a stored mask's words. edge: see BwdTileOf. */
+template <class Tile>
+__device__ __forceinline__ void seen_by_words(uint32_t (&seen)[2], smem_addr smem_s, int n,
+                                              unsigned edge) {
     typedef BwdSmem<Tile> S;
-    return smem_s + S::WORDS_AT + tma_steps<Tile::STAGES>::stage(n) * S::WORDS_BYTES +
-           mov_tid_x() * 8;
+    seen[0] = seen[1] = 0xffffffffu;
+    if (!edge) return;
+    const uint2 words =
+        ld_shared_64(smem_s + S::WORDS_AT + tma_steps<Tile::STAGES>::stage(n) * S::WORDS_BYTES +
+                     mov_tid_x() * 8);
+    seen[0] = words.x >> (edge - 2);
+    seen[1] = words.y >> (edge - 2);
 }
 
 /* Sets P and dS of hidden pairs to 0, whatever they hold. p and ds [2 n + r] have the rows 8 n and
- * 8 n + 1 and the key 8 r, relative to the lane's first; the words of the stored mask have the same
- * order. bit: that of the tile's first row. */
+ * 8 n + 1 and the key 8 r. */
 template <int M>
-__device__ __forceinline__ void hide_by_words(uint32_t (&p)[M], uint32_t (&ds)[M],
-                                              smem_addr words_s, unsigned bit) {
-    const uint2 words = ld_shared_64(words_s);
+__device__ __forceinline__ void hide_pairs(uint32_t (&p)[M], uint32_t (&ds)[M],
+                                           const uint32_t (&seen)[2]) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const uint32_t word = (r ? words.y : words.x) >> bit;
+    for (int n = 0; n < M / 2; ++n)
 #pragma unroll
-        for (int n = 0; n < M / 2; ++n) {
-            const uint32_t two = word >> 2 * n;
-            const uint32_t seen = (0u - (two & 1) & 0xffffu) | (0u - (two >> 1 & 1)) << 16;
-            p[2 * n + r] &= seen;
-            ds[2 * n + r] &= seen;
+        for (int r = 0; r < 2; ++r) {
+            const uint32_t two = seen[r] >> 2 * n;
+            const uint32_t kept = (0u - (two & 1) & 0xffffu) | (0u - (two >> 1 & 1)) << 16;
+            p[2 * n + r] &= kept;
+            ds[2 * n + r] &= kept;
+        }
+}
+
+/* Turns S^T into P^T with a bias, whose tile is [rows][keys] in shared memory. A bias of at most
+ * `least` hides its pair: clears its bit of seen. lse_s: address of the lane's first row. */
+template <class T, class Panels, int M>
+__device__ __forceinline__ void biased_weights(float (&s)[M], smem_addr lse_s, float scale_log2,
+                                               smem_addr bias_s, float least, uint32_t (&seen)[2]) {
+    const coord c = ds_place(mov_tid_x(), 0);
+    const smem_addr from_s = bias_s + Panels::offset_of(c.row, c.col);
+#pragma unroll
+    for (int n = 0; n < M / 4; n += 2) {
+        uint32_t four[4]; /* rows 8 n, keys 0 and 8; rows 8 n + 8, keys 0 and 8 */
+        ldmatrix_x4_trans(four, from_s + n * 8 * WGMMA_ROW_BYTES);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const uint2 lse = ld_shared_64(lse_s + (n + m) * 32);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float2 bias = unpack2<T>(four[2 * m + r]);
+                float *own = s + 4 * (n + m) + 2 * r;
+                if (bias.x <= least) seen[r] &= ~(1u << 2 * (n + m));
+                if (bias.y <= least) seen[r] &= ~(2u << 2 * (n + m));
+                own[0] = ex2_approx_ftz(
+                    fmaf(bias.x, LOG2_E, fmaf(own[0], scale_log2, -__uint_as_float(lse.x))));
+                own[1] = ex2_approx_ftz(
+                    fmaf(bias.y, LOG2_E, fmaf(own[1], scale_log2, -__uint_as_float(lse.y))));
+            }
         }
     }
+}
+
+/* Stores a step's dS [rows][keys] as the gradient of the bias. One thread, which has seen all of it
+ * complete. */
+template <class Panels, class Params>
+__device__ __forceinline__ void store_dbias(const Params &x, const BwdWork &w, const BwdTileOf &t,
+                                            smem_addr ds_s) {
+    const int head = __float_as_int(t.slope);
+#pragma unroll
+    for (int c = 0; c < Panels::panels; ++c)
+        tma_store_5d(&x.dbias, {{w.j0 + 64 * c, t.i0, head, w.b, 0}},
+                     ds_s + c * Panels::panel_bytes);
+    tma_store_commit_group();
 }
 
 /* Turns S^T into P^T. lse_s: address of the lane's first row; delta_s below likewise. */
@@ -384,7 +431,7 @@ BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bw
     grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV);
     grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
-    const bool masked = bwd_has_mask<Tile> || g.p.rules.left >= 0 || g.p.rules.right >= 0,
+    const bool masked = bwd_masked<Tile> || g.p.rules.left >= 0 || g.p.rules.right >= 0,
                few = few_waves<Tile>(ctx, grid);
     /* work units (kv heads) that run at a time */
     const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units);

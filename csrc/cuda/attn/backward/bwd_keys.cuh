@@ -15,6 +15,7 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
     static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
+    static constexpr bool BIAS = ScoresOf<Tile>::BIAS;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V,
                          N = BQ / 8;
     float dk[D / 2], dv[DV / 2];
@@ -39,7 +40,8 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             ldmatrix_x4(a + kk / 4, tile_s + Panels::offset_of(row, kk + lane / 16 * 8));
     }
 
-    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w,
+    template <class Params>
+    __device__ __forceinline__ void run(const Params &x, const BwdWork &w,
                                         const unsigned char *smem, smem_addr smem_s,
                                         int warpgroup) {
         const Bwd &g = x.g;
@@ -85,8 +87,14 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             wgmma_commit_group();
             wgmma_wait_group<1>();
             wgmma_pin(s);
-            if (!MODIFIED) {
-                if (!bwd_has_mask<Tile> && now.y)
+            uint32_t seen[2]; /* with a bias: which of the lane's pairs are visible */
+            if constexpr (BIAS) {
+                seen_by_words<Tile>(seen, smem_s, n, now.y);
+                biased_weights<T, typename S::Scores>(
+                    s, own_stats<Tile>(smem_s, n), scale_log2,
+                    smem_s + S::BIAS_AT + ring.stage(n) * S::Scores::bytes, x.least, seen);
+            } else if (!MODIFIED) {
+                if (!bwd_masked<Tile> && now.y)
                     hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
@@ -105,8 +113,12 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
                                       own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
-                if (bwd_has_mask<Tile> && now.y)
-                    hide_by_words(p, ds, own_words<Tile>(smem_s, n), now.y - 2);
+                if constexpr (BIAS) {
+                    if ((seen[0] & seen[1]) != 0xffffffffu) hide_pairs(p, ds, seen);
+                } else if (bwd_masked<Tile> && now.y) {
+                    seen_by_words<Tile>(seen, smem_s, n, now.y);
+                    hide_pairs(p, ds, seen);
+                }
             }
             store_ds(ds_s, ds);
 
@@ -117,7 +129,14 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             for (int kk = 0; kk < Tile::DV_FIRST; kk += 16)
                 wgmma_rs<T, DV, 1>(dv, p + kk / 4, S::O::mn_major(o_s, kk), true);
             wgmma_commit_group();
+            if constexpr (BIAS) {
+                if (threadIdx.x == 0) tma_store_wait_group_read<0>();
+            }
             consumers_sync(); /* dS is complete, and dS of the previous step is no longer read */
+            if constexpr (BIAS) {
+                if (threadIdx.x == 0 && x.with_dbias)
+                    store_dbias<typename S::Scores>(x, w, t, ds_s);
+            }
             float dq[Dq::N / 2];
             wgmma_fence();
 #pragma unroll
@@ -154,6 +173,9 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             wgmma_pin(dv);
             wgmma_pin(dk);
             now = then;
+        }
+        if constexpr (BIAS) {
+            if (threadIdx.x == 0) tma_store_wait_group_read<0>();
         }
     }
 

@@ -71,7 +71,7 @@ struct BwdTileOf {
     int tile;    /* index in the workspace, over all heads */
     int edge;    /* 1: the tile needs a mask; masked kernel: 2 plus the words' first bit */
     int i0;      /* the tile's first row */
-    float slope; /* ALiBi slope, 0 = none */
+    float slope; /* ALiBi slope, 0 = none; masked kernel: the bits of the query head's number */
 };
 
 template <class Tile> struct BwdSmem {
@@ -95,13 +95,15 @@ template <class Tile> struct BwdSmem {
     static constexpr int DS_AT = O_AT + Tile::O_STAGES * O::bytes,
                          PEER_DS_AT = DS_AT + 2 * Scores::bytes,
                          P_AT = PEER_DS_AT + (Tile::PAIR ? 2 * Scores::bytes : 0),
-                         STATS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0);
+                         BIAS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0),
+                         STATS_AT =
+                             BIAS_AT + (ScoresOf<Tile>::BIAS ? Tile::STAGES * Scores::bytes : 0);
     /* masked kernel: a block's words for each stage */
     static constexpr int WORDS_BYTES = GK_MASK_BLOCK_INTS * 4,
                          WORDS_AT = STATS_AT + Tile::STAGES * STATS;
     /* RING: Q, stats and, without pairs, dO. O_RING: dO of pairs. PEER_FULL: two alternating
      * barriers for the other block's dS. */
-    static constexpr int RING = WORDS_AT + (bwd_has_mask<Tile> ? Tile::STAGES * WORDS_BYTES : 0);
+    static constexpr int RING = WORDS_AT + (bwd_masked<Tile> ? Tile::STAGES * WORDS_BYTES : 0);
     static constexpr int O_RING = RING + Ring::bytes, PEER_FULL = O_RING + ORing::bytes;
     /* barriers */
     static constexpr int KV_FULL = PEER_FULL + 16, RAW = KV_FULL + 8, TURN = RAW + 8,
@@ -109,7 +111,7 @@ template <class Tile> struct BwdSmem {
     static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     /* masked kernel: the producer's place in the lists */
     static constexpr int PLACE = WORK + (int)sizeof(BwdWork);
-    static constexpr int BYTES = PLACE + (bwd_has_mask<Tile> ? 32 : 0);
+    static constexpr int BYTES = PLACE + (bwd_masked<Tile> ? 32 : 0);
     static constexpr GK_HD int peer_full(int step) { return PEER_FULL + 8 * (step & 1); }
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0,
@@ -119,7 +121,7 @@ template <class Tile> struct BwdSmem {
 
 /* The steps of a keys task. In the masked kernel BwdWork::tiles counts those of all heads. */
 template <class Tile> __device__ __forceinline__ int steps_of(const Bwd &g, const BwdWork &w) {
-    return bwd_has_mask<Tile> ? w.tiles : w.tiles * g.p.group;
+    return bwd_masked<Tile> ? w.tiles : w.tiles * g.p.group;
 }
 
 /* ---- 2. which rows --------------------------------------------------------------------------- */

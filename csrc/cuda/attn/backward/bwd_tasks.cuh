@@ -177,7 +177,7 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
 #pragma unroll
         for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
             const float4 d = __ldcg((const float4 *)(part + j * 128));
-            if (bwd_has_mask<Tile> && !isfinite(d.x + d.y + d.z + d.w)) *spoilt = 1;
+            if (bwd_masked<Tile> && !isfinite(d.x + d.y + d.z + d.w)) *spoilt = 1;
             four[2 * j] = pack2<T>(d.x * scale, d.y * scale);
             four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
         }

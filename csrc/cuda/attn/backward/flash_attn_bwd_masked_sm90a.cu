@@ -1,13 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_masked_sm90a: the gradients of attention with a stored mask
- * (../../../core/attn_mask.h) on Hopper's tensor cores, 16-bit, dense, head_dim up to 128. The
- * equations, the steps and the consumers are those of flash_attn_bwd_sm90a.
+ * (../../../core/attn_mask.h), with a bias [.., Sq, Sk], or with both, on Hopper's tensor cores,
+ * 16-bit, dense, head_dim up to 128. The equations, the steps and the consumers are those of
+ * flash_attn_bwd_sm90a.
  *
- * Work split: a block owns 128 keys of one kv head, as there. It takes the blocks of queries in the
- * list of its tile of keys, for every query head of the group, BQ rows a step. Tiles of keys with
- * long lists come first. A block that every query sees in full runs as without a mask. For a
- * partial block the producer brings one bit for each pair into shared memory; P and dS of hidden
- * pairs become 0.
+ * Work split with a mask: a block owns 128 keys of one kv head, as there. It takes the blocks of
+ * queries in the list of its tile of keys, for every query head of the group, BQ rows a step. Tiles
+ * of keys with long lists come first. A block that every query sees in full runs as without a mask.
+ * For a partial block the producer brings one bit for each pair into shared memory; P and dS of
+ * hidden pairs become 0. Without a mask, a block takes the rows that flash_attn_bwd_sm90a would
+ * take, and the bits say what causal and a window show.
+ *
+ * The bias comes by TMA, BQ rows x 128 keys a step, and is added to the exponents. Its gradient is
+ * dS, which TMA stores from where the product dQ reads it.
  *
  * A hidden row or key may hold NaN or inf, and 0 times NaN is NaN. The first launch therefore marks
  * a gradient that is not finite. The second launch leaves at once if there is none. Otherwise it
@@ -15,9 +20,10 @@
  * by 0. Those of a visible pair still reach the gradients, because they make lse or delta of its
  * row NaN.
  *
- * Not handled, served by flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain: biases, dropout,
- * softcap, ALiBi, causal or a window beside the mask, kv_start, kv_end, q_start, packed and
- * deterministic calls, rows that are not aligned to 16 bytes. */
+ * Not handled, served by flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain: a float32 bias; a
+ * bias that broadcasts over queries or keys; the gradient of one that broadcasts; distance_bias;
+ * dropout, softcap, ALiBi, causal or a window beside the mask, kv_start, kv_end, q_start; packed
+ * and deterministic calls, rows that are not aligned to 16 bytes. */
 #include "../mask_words.cuh"
 #include "../../ptx/opaque.cuh"
 #include "bwd_keys.cuh"
@@ -25,6 +31,10 @@
 namespace {
 
 struct BwdMaskedParams : BwdHopperParams {
+    CUtensorMap bias, dbias; /* boxes of 64 columns and BQ rows */
+    float least;             /* a bias of at most this value hides the key */
+    bool with_dbias;
+    int bias_of_batch, bias_of_head; /* 0 if the bias broadcasts over the batch, over the heads */
     const int32_t *mask;
     int64_t mask_batch, mask_head; /* strides, 0 where the mask broadcasts */
     gk_mask_layout at;
@@ -90,6 +100,19 @@ template <class Tile>
 __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWork &w,
                                           const BwdPlace &at) {
     int i0 = at[BwdPlace::ROW] + Tile::BQ;
+    if constexpr (!ScoresOf<Tile>::MASK) {
+        const int head = at[BwdPlace::HEAD];
+        const bool next_head = head < w.first_head || i0 >= (w.tile_lo + w.start) * Tile::BQ;
+        if (next_head) i0 = w.tile_lo * Tile::BQ;
+        const int row_tile = i0 / Tile::BQ;
+        __syncwarp(); /* all lanes have read */
+        at.set(BwdPlace::HEAD, head + next_head);
+        at.set(BwdPlace::ROW, i0);
+        at.set(BwdPlace::KIND,
+               row_tile < w.full.lo || row_tile >= w.full.hi ? GK_BLOCK_MADE : GK_BLOCK_FULL);
+        __syncwarp();
+        return;
+    }
     const int tile = w.j0 / GK_MASK_TILE;
     int head = at[BwdPlace::HEAD], left = at[BwdPlace::LEFT], index = at[BwdPlace::INDEX],
         kept = at[BwdPlace::KEPT];
@@ -144,13 +167,23 @@ template <class Tile> __device__ __forceinline__ void carry_nan(smem_addr stats_
 }
 
 /* Computes the words of a block whose words are not stored, and those of a full block that the end
- * of the keys cuts. A row is a key here, a column a query. One warp. */
+ * of the keys cuts. Without a mask: those of causal and a window. A row is a key here, a column a
+ * query. One warp. */
+template <class Tile>
 __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Sequence &seq,
                                              int head, int b, int j0, int row0, bool full,
                                              smem_addr to_s) {
     const int i0 = row0 / GK_MASK_TILE * GK_MASK_TILE;
     const int4 *source = (const int4 *)(mask_of(x, b, head) + x.at.source);
-    if (full || x.store == GK_MASK_COLUMNS) {
+    if constexpr (!ScoresOf<Tile>::MASK) {
+        words_of_rows(to_s, [&](int r) {
+            const int j = j0 + r, first = i0 + laneid() % 4 * 2;
+            const bool any = j >= seq.span.key_lo && j < seq.span.key_hi;
+            return any ? columns_in<32>(seq.span.row_lo(j) - first,
+                                        seq.span.row_hi(j, seq.seq_q) - first)
+                       : 0u;
+        });
+    } else if (full || x.store == GK_MASK_COLUMNS) {
         words_of_rows(to_s, [&](int r) {
             const int j = j0 + r, first = i0 + laneid() % 4 * 2;
             if (j >= seq.seq_k) return 0u;
@@ -210,8 +243,8 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
         if (at[BwdPlace::KIND] == GK_BLOCK_MADE) {
             smem_addr words_s = smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES;
             opaque(words_s); /* or it would stay in a register until the bulk copy below */
-            make_words_t(x, w.seq, at[BwdPlace::HEAD], w.b, w.j0, at[BwdPlace::ROW],
-                         at[BwdPlace::FULL], words_s);
+            make_words_t<Tile>(x, w.seq, at[BwdPlace::HEAD], w.b, w.j0, at[BwdPlace::ROW],
+                               at[BwdPlace::FULL], words_s);
         }
         if (laneid() == 0) {
             const smem_addr to_s = x.again ? raw_s : ring.full(n);
@@ -222,13 +255,19 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
                                        i0, at[BwdPlace::HEAD], w.b, to_s);
             const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / BQ;
             const unsigned edge = kind == GK_BLOCK_FULL ? 0 : 2 + i0 % GK_MASK_TILE / 4;
-            st_shared_128(smem_s + S::TILES + ring.stage(n) * (int)sizeof(BwdTileOf),
-                          make_uint4((unsigned)stats_tile, edge, (unsigned)i0, 0));
+            st_shared_128(
+                smem_s + S::TILES + ring.stage(n) * (int)sizeof(BwdTileOf),
+                make_uint4((unsigned)stats_tile, edge, (unsigned)i0, (unsigned)at[BwdPlace::HEAD]));
             if (n == 0) { /* see load_tiles */
                 wait_count(x.rows_done + w.task.unit, x.grid.rows * BwdGrid::PARTS);
                 fence_proxy_async_global();
             }
+            if constexpr (ScoresOf<Tile>::BIAS)
+                load_panels<typename S::Scores>(
+                    smem_s + S::BIAS_AT + ring.stage(n) * S::Scores::bytes, &x.bias, i0,
+                    at[BwdPlace::HEAD] * x.bias_of_head, w.b * x.bias_of_batch, to_s, w.j0);
             mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::O::bytes + S::STATS +
+                                                (ScoresOf<Tile>::BIAS ? S::Scores::bytes : 0) +
                                                 (kind == GK_BLOCK_WORDS ? S::WORDS_BYTES : 0));
             bulk_load(smem_s + S::STATS_AT + ring.stage(n) * S::STATS,
                       (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS, to_s);
@@ -263,9 +302,16 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
     static __device__ __forceinline__ bool leaves(const Params &x) {
         return x.again && *x.spoilt == 0;
     }
-    /* w.tile_lo is the length of the first head's list. */
+    /* With a mask w.tile_lo is the length of the first head's list; without, w.start is the number
+     * of tiles of each head. */
     static __device__ __forceinline__ void place(BwdWork &w, const Params &x) {
         const Bwd &g = x.g;
+        if constexpr (!ScoresOf<Tile>::MASK) {
+            place_block<Tile>(w, x);
+            w.start = w.tiles;
+            w.tiles *= g.p.group;
+            return;
+        }
         w.rank = 0;
         w.task = x.grid.task(blockIdx.x);
         w.b = (int)x.by_heads.into((uint32_t)w.task.unit);
@@ -307,16 +353,27 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
 };
 
 /* ---- 4. plan --------------------------------------------------------------------------------- */
-bool serves_masked(const gk_flash_attn_bwd_args *a) {
+bool bias_fits(const gk_flash_attn_bwd_args *a, const gk_tensor &t, bool broadcasts) {
+    const gk_tensor &q = a->fwd.q;
+    return t.dtype == q.dtype && t.shape[2] == q.shape[2] && t.shape[3] == a->fwd.k.shape[2] &&
+           (broadcasts || (t.shape[0] == q.shape[0] && t.shape[1] == q.shape[1])) &&
+           t.shape[3] > 1 && t.stride[3] == 1 && tensor_map_fits(attn_shape(t));
+}
+
+template <class Tile> bool serves_masked(const gk_flash_attn_bwd_args *a) {
+    constexpr bool MASK = ScoresOf<Tile>::MASK, BIAS = ScoresOf<Tile>::BIAS;
     const gk_attn_scores *scores = gk_scores_of_bwd(a);
     const gk_attn_rules &r = a->fwd.rules;
-    if (!scores || !scores->mask || scores->bias || scores->distance_bias) return false;
+    if (!scores || !scores->mask != !MASK || !scores->bias != !BIAS || scores->distance_bias)
+        return false;
     if (a->deterministic || r.softcap > 0 || r.alibi_slopes || !(r.scale > 0)) return false;
     if (r.kv_start || r.kv_end || r.q_start || a->fwd.cu_seqlens_q) return false;
-    if (r.is_causal || r.window_left >= 0 || r.window_right >= 0) return false;
-    return rows_aligned(a->fwd.out) &&
-           scores->mask->shape[2] ==
-               gk_attn_mask_ints(scores->store, a->fwd.q.shape[2], a->fwd.k.shape[2], 1);
+    if (BIAS && !bias_fits(a, *scores->bias, true)) return false;
+    if (gk_dbias_of(a) && !bias_fits(a, *gk_dbias_of(a), false)) return false;
+    if (!rows_aligned(a->fwd.out)) return false;
+    return !MASK || (!r.is_causal && r.window_left < 0 && r.window_right < 0 &&
+                     scores->mask->shape[2] ==
+                         gk_attn_mask_ints(scores->store, a->fwd.q.shape[2], a->fwd.k.shape[2], 1));
 }
 
 /* The workspace: that of flash_attn_bwd_sm90a, the counters of the second launch, and the mark. */
@@ -324,7 +381,7 @@ template <class Tile>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!serves_masked(a) || !plan<Tile>(row, ctx, args, to)) return false;
+    if (!serves_masked<Tile>(a) || !plan<Tile>(row, ctx, args, to)) return false;
     const Bwd &g = gk_own<Bwd>(to);
     const BwdGrid grid = grid_of<Tile>(ctx, a, g);
     to->workspace_bytes += counters_bytes<Tile>(grid, g, false) + 4;
@@ -337,14 +394,34 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
     typedef typename Consumer::Tile Tile;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     const gk_attn_scores *scores = gk_scores_of_bwd(a);
-    const gk_tensor &mask = *scores->mask;
+    typedef BwdSmem<Tile> S;
     BwdMaskedParams x = {};
     gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
-    x.mask = (const int32_t *)mask.data;
-    x.mask_batch = mask.shape[0] == 1 ? 0 : mask.stride[0];
-    x.mask_head = mask.shape[1] == 1 ? 0 : mask.stride[1];
-    x.store = scores->store;
-    x.at = gk_mask_layout_of(x.store, a->fwd.q.shape[2], a->fwd.k.shape[2], true);
+    if (ScoresOf<Tile>::MASK) {
+        const gk_tensor &mask = *scores->mask;
+        x.mask = (const int32_t *)mask.data;
+        x.mask_batch = mask.shape[0] == 1 ? 0 : mask.stride[0];
+        x.mask_head = mask.shape[1] == 1 ? 0 : mask.stride[1];
+        x.store = scores->store;
+        x.at = gk_mask_layout_of(x.store, a->fwd.q.shape[2], a->fwd.k.shape[2], true);
+    }
+    if (ScoresOf<Tile>::BIAS) {
+        const gk_tensor &bias = *scores->bias, *dbias = gk_dbias_of(a);
+        x.least = bias.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
+        x.bias_of_batch = bias.shape[0] > 1;
+        x.bias_of_head = bias.shape[1] > 1;
+        x.with_dbias = dbias != NULL;
+        if (status == GK_OK)
+            status = make_tensor_map(OP, attn_shape(bias), S::Scores::box(), &x.bias);
+        if (status == GK_OK && dbias)
+            status = make_tensor_map(OP, attn_shape(*dbias), S::Scores::box(), &x.dbias);
+        /* of the blocks that no step visits */
+        const gk_attn_rules &r = a->fwd.rules;
+        const bool partly =
+            ScoresOf<Tile>::MASK || r.is_causal || r.window_left >= 0 || r.window_right >= 0;
+        if (status == GK_OK && dbias && partly)
+            status = clear_memory(OP, ctx, dbias->data, (size_t)gk_numel(dbias) * 2);
+    }
     const size_t cleared = counters_bytes<Tile>(x.grid, x.g, false);
     x.spoilt = x.rows_done + cleared / sizeof(unsigned) * 2;
     if (status == GK_OK) status = clear_memory(OP, ctx, x.rows_done, 2 * cleared + 4);
@@ -370,10 +447,19 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
     ROW("flash_attn_bwd_masked_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
         ROW("flash_attn_bwd_masked_sm90a_f16_" label, __half, GK_F16, TILE)
 
-typedef BwdMasked<BwdHopper64> Masked64;
-typedef BwdMasked<BwdHopper128Masked> Masked128;
+typedef BwdMasked<BwdHopper64, 1, 0> Masked64;
+typedef BwdMasked<BwdHopper64Score, 0, 1> Biased64;
+typedef BwdMasked<BwdHopper64Score, 1, 1> MaskedBiased64;
+typedef BwdMasked<BwdHopper128Score, 1, 0> Masked128;
+typedef BwdMasked<BwdHopper128Score, 0, 1> Biased128;
+typedef BwdMasked<BwdHopper128Score, 1, 1> MaskedBiased128;
 
-const gk_cuda_instance instances[] = {ROWS("d64", Masked64), ROWS("d128", Masked128)};
+const gk_cuda_instance instances[] = {ROWS("d64_mask", Masked64),
+                                      ROWS("d64_bias", Biased64),
+                                      ROWS("d64_mask_bias", MaskedBiased64),
+                                      ROWS("d128_mask", Masked128),
+                                      ROWS("d128_bias", Biased128),
+                                      ROWS("d128_mask_bias", MaskedBiased128)};
 
 } // namespace
 
