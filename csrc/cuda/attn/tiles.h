@@ -103,7 +103,7 @@ struct FwdHopper128 {
     static constexpr bool OVERLAP = true;
 };
 /* A tile of flash_attn_fwd_masked_sm90a: Base with a mask (MASK 1), a bias [.., Sq, Sk] (BIAS 1) or
- * both. */
+ * both, or with a bias of keys (BIAS 2) or by distance (BIAS 3). */
 template <class Base, int MASK_, int BIAS_> struct FwdMasked : Base {
     static constexpr int MASK = MASK_, BIAS = BIAS_;
 };

@@ -29,6 +29,13 @@ constexpr GK_HD uint64_t wgmma_descriptor(uint32_t address, int leading_bytes, i
            (uint64_t)(stride_bytes >> 4) << 32 | (uint64_t)1 << 62;
 }
 
+// The descriptor of K-major 8 x 8 matrices of 128 bytes each, without swizzle. leading: distance
+// from a matrix to the next one along K; stride: to that of the next 8 rows, 0 reads them again.
+constexpr GK_HD uint64_t wgmma_plain_descriptor(uint32_t address, int leading_bytes,
+                                                int stride_bytes) {
+    return wgmma_descriptor(address, leading_bytes, stride_bytes) & ~((uint64_t)3 << 62);
+}
+
 // The descriptor of the same tile `bytes` further, a multiple of 16: one addition per product.
 // The end of shared memory fits the address field, so nothing carries.
 constexpr GK_HD uint64_t wgmma_descriptor_add(uint64_t descriptor, int bytes) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_masked_sm90a: attention with a stored mask (../../../core/attn_mask.h), with a
- * bias [.., Sq, Sk], or with both, on Hopper's tensor cores, 16-bit, dense. fwd_kernel.cuh has the
+ * bias [.., Sq, Sk], or with both, or with a bias of keys [.., 1, Sk] or by distance, on Hopper's
+ * tensor cores, 16-bit, dense. fwd_kernel.cuh has the
  * equations and the steps, which are those of flash_attn_fwd_sm90a. fwd_masked.cuh has the
  * additional work of the producer.
  *
@@ -11,14 +12,20 @@
  * A tile takes the blocks of its list in ascending order, so that the bits of a row depend on its
  * own mask only. A block that all rows see in full runs as without a mask. A partial block needs
  * one mask bit for each score, in 32-bit words that a bulk copy brings. The bias comes by TMA, 64
- * rows x 128 keys for each warpgroup, and is added to the exponents. A second kernel (fwd_mend.cuh)
- * computes rows again that a NaN behind a hidden key has spoilt.
+ * rows x 128 keys for each warpgroup, and is added to the exponents. The bias of keys becomes 16
+ * more columns of K, whose product with a row of ones adds it to the scores. Of a bias by distance,
+ * a bulk copy brings the 256 numbers that a block of 128 x 128 pairs has, and S begins as them. A
+ * second kernel (fwd_mend.cuh) computes rows again that a NaN behind a hidden key has spoilt.
  *
  * Not handled, served by flash_attn_fwd_scores_sm80: a mask together with causal or a window;
- * kv_start, kv_end, q_start, softcap, ALiBi, dropout; a float32 bias; a bias that broadcasts over
- * queries or keys; distance_bias; head_dim above 128; a mask over more than 131,072 keys. */
+ * kv_start, kv_end, q_start, softcap, ALiBi, dropout; a float32 bias [.., Sq, Sk]; a bias that
+ * broadcasts over keys; a bias of keys or by distance beside another one; head_dim above 128; a
+ * mask over more than 131,072 keys. */
 #include "fwd_kernel.cuh"
 #include "fwd_mend.cuh"
+
+#include <float.h>
+#include <math.h>
 
 namespace {
 
@@ -28,7 +35,10 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fwd_masked_sm90a_kernel(const __grid_constant__ FwdMaskedParams x) {
     typedef Smem<Tile> S;
     run_block<Tile>(
-        [&](smem_addr smem_s) { begin_block<Tile, 1 + S::MASK + S::BIAS>(x, smem_s); },
+        [&](smem_addr smem_s) {
+            begin_block<Tile, 1 + S::MASK + (S::BIAS || S::LIFT || S::TABLE)>(x, smem_s);
+            if constexpr (S::LIFT) write_ones<Tile>(x.bias.one, smem_s);
+        },
         [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
             const int warp = threadIdx.x / 32 % 4;
             griddepcontrol_wait();
@@ -49,7 +59,11 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
             } else if (warp == 2) {
                 if constexpr (S::MASK) load_words<Tile>(x, tiles, smem_s);
             } else if (warp == 3) {
-                if constexpr (S::BIAS) {
+                if constexpr (S::LIFT) {
+                    lift_keys<T, Tile>(x, tiles, smem_s);
+                } else if constexpr (S::TABLE) {
+                    if (elect_one()) load_distances<Tile>(x, tiles, smem_s);
+                } else if constexpr (S::BIAS) {
                     if (elect_one()) {
                         prefetch_tensormap(&x.bias_map);
                         load_bias<Tile>(x, tiles, smem_s);
@@ -64,10 +78,60 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 
 /* ---- 2. plan --------------------------------------------------------------------------------- */
 
-bool bias_fits(const gk_flash_attn_args *a, const gk_tensor &t) {
+/* True if a tile with this BIAS (FwdBiasParams) serves the bias. */
+bool bias_fits(const gk_flash_attn_args *a, const gk_tensor &t, int kind) {
+    if (kind == 2)
+        return t.shape[2] == 1 && t.shape[3] == a->k.shape[2] &&
+               (t.dtype == a->q.dtype || (t.dtype == GK_F32 && a->q.dtype == GK_BF16));
     return t.dtype == a->q.dtype && t.shape[2] == a->q.shape[2] && t.shape[3] == a->k.shape[2] &&
            t.shape[3] > 1 && t.stride[3] == 1 && t.stride[2] % 2 == 0 &&
            tensor_map_fits(attn_shape(t));
+}
+
+/* ---- the tables of distances ---- */
+/* The numbers of one head, for distances [-rows, keys): rows and keys are Sq and Sk, rounded up to
+ * whole blocks. */
+struct DistanceTables {
+    const float *from;
+    float *to;
+    int64_t head, step; /* strides of `from` */
+    int rows, count;    /* rows; rows + keys, and 32 more that reads of whole copies reach */
+    int seq_q, last;    /* Sq; the last entry, Sq + Sk - 2 */
+    float per_scale;
+};
+
+constexpr int TABLE_THREADS = 256;
+
+/* Writes each head's table over the scale twice, the second one an entry on. -inf hides a key. */
+__global__ void __launch_bounds__(TABLE_THREADS)
+    prepare_distances_kernel(const __grid_constant__ DistanceTables x) {
+    const int at = blockIdx.x * TABLE_THREADS + threadIdx.x;
+    if (at >= 2 * x.count) return;
+    const int place = at < x.count ? at : at - x.count + 1;
+    const int entry = min(max(place - x.rows + x.seq_q - 1, 0), x.last);
+    const float bias = __ldg(x.from + blockIdx.y * x.head + entry * x.step);
+    x.to[(int64_t)blockIdx.y * 2 * x.count + at] =
+        bias <= -FLT_MAX ? -INFINITY : bias * x.per_scale;
+}
+
+DistanceTables distance_tables(const gk_flash_attn_args *a) {
+    const gk_tensor &t = *gk_scores_of(a)->distance_bias;
+    const int64_t seq_q = a->q.shape[2], seq_k = a->k.shape[2];
+    DistanceTables x = {};
+    x.from = (const float *)t.data;
+    x.head = t.stride[0];
+    x.step = t.stride[1];
+    x.rows = (int)gk_round_up(seq_q, GK_MASK_TILE);
+    x.count = x.rows + (int)gk_round_up(seq_k, GK_MASK_TILE) + 2 * GK_MASK_TILE;
+    x.seq_q = (int)seq_q;
+    x.last = (int)(seq_q + seq_k - 2);
+    x.per_scale = (float)(1 / a->rules.scale);
+    return x;
+}
+
+/* The bytes of the workspace before the tables; see plan_masked. */
+size_t tiles_bytes(const FwdParams &x) {
+    return (size_t)gk_round_up(64 + (int64_t)x.problem.batch * x.problem.heads_q * x.tiles_q, 256);
 }
 
 template <class Tile>
@@ -76,14 +140,16 @@ bool serves_masked(const gk_cuda_instance *row, const gk_context *ctx,
     typedef Smem<Tile> S;
     const gk_attn_scores *scores = gk_scores_of(a);
     const gk_attn_rules &r = a->rules;
-    if (!scores || !scores->mask != !S::MASK || !scores->bias != !S::BIAS || scores->distance_bias)
+    constexpr int KIND = ScoresOf<Tile>::BIAS;
+    if (!scores || !scores->mask != !S::MASK || !scores->bias != !(KIND == 1 || KIND == 2) ||
+        !scores->distance_bias != !S::TABLE)
         return false;
     if (r.softcap > 0 || r.alibi_slopes || r.kv_start || r.kv_end || r.q_start || a->cu_seqlens_q ||
         fwd_by_parts(a))
         return false;
     if (S::MASK && (r.is_causal || r.window_left >= 0 || r.window_right >= 0)) return false;
     if (S::MASK && gk_ceil_div(a->k.shape[2], GK_MASK_TILE) > FWD_MASK_BLOCKS) return false;
-    if (S::BIAS && !bias_fits(a, *scores->bias)) return false;
+    if (scores->bias && !bias_fits(a, *scores->bias, KIND)) return false;
     if (gk_ceil_div(a->q.shape[2], S::BQ) * a->q.shape[1] * a->q.shape[0] > 1 << 30) return false;
     return serves(row, ctx, a);
 }
@@ -136,10 +202,23 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
         m.by_units = divisor_of((uint32_t)(width * m.tiles_q));
         x.schedule.blocks = (int)gk_min_i64(m.units, gpu->num_sms);
     }
-    if (S::BIAS) {
+    if (S::TABLE) {
+        const DistanceTables t = distance_tables(a);
+        x.bias.head = scores->distance_bias->shape[0] > 1 ? 2 * t.count : 0;
+        x.bias.row = t.count; /* from the first copy to the second */
+        x.bias.zero = t.rows;
+    } else if (S::BIAS || S::LIFT) {
         const gk_tensor &t = *scores->bias;
         x.bias.data = t.data;
-        x.bias.row = t.stride[2];
+        x.bias.row = t.stride[S::LIFT ? 3 : 2];
+        x.bias.wide = t.dtype == GK_F32;
+        x.bias.least = t.dtype == GK_F32 ? -FLT_MAX : t.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
+        /* float16 could not hold bias / scale, so `one` is a power of 2 of at least 1 / scale */
+        int power = 0;
+        if (a->q.dtype == GK_F16)
+            while (power < 15 && ldexp(a->rules.scale, power) < 1) ++power;
+        x.bias.one = a->q.dtype == GK_F16 ? (uint32_t)(15 + power) << 10 : 0x3f80u;
+        x.bias.per_scale = (float)(1 / ldexp(a->rules.scale, power));
         x.bias.of_batch = t.shape[0] > 1;
         x.bias.of_head = t.shape[1] > 1;
         x.bias.batch = x.bias.of_batch ? t.stride[0] : 0;
@@ -149,7 +228,8 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
 }
 
 /* The parameters do not fit into the plan's own part, so run_masked computes them again. The first
- * 64 bytes of the workspace hold the counter of tiles; a byte for each tile follows. */
+ * 64 bytes of the workspace hold the counter of tiles; a byte for each tile follows, and then the
+ * tables of distances. */
 template <class Tile>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {
@@ -158,13 +238,15 @@ bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (!serves_masked<Tile>(row, ctx, a)) return false;
     const FwdMaskedParams x = masked_params<Tile>(ctx, a);
     fwd_plan(ctx, x.fwd, S::BQ, Tile::BKV, 1, x.schedule.units, to);
-    to->workspace_bytes = 64 + (size_t)x.fwd.problem.batch * x.fwd.problem.heads_q * x.fwd.tiles_q;
+    to->workspace_bytes = tiles_bytes(x.fwd);
+    if (S::TABLE)
+        to->workspace_bytes += (size_t)gk_scores_of(a)->distance_bias->shape[0] * 2 *
+                               (size_t)distance_tables(a).count * sizeof(float);
     return true;
 }
 
 template <class T, class Tile>
-gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *plan,
-                     void *workspace) {
+gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *, void *workspace) {
     typedef Smem<Tile> S;
     static const char op[] = "gk_flash_attn_fwd";
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
@@ -175,10 +257,18 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), S::K::box(), &x.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), S::V::box(), &x.v);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
-    if (status == GK_OK && S::BIAS)
+    if (status == GK_OK && S::BIAS && !S::TABLE)
         status =
             make_tensor_map(op, attn_shape(*gk_scores_of(a)->bias), S::Bias::box(), &x.bias_map);
-    if (status == GK_OK) status = clear_memory(op, ctx, workspace, plan->workspace_bytes);
+    if (status == GK_OK) status = clear_memory(op, ctx, workspace, tiles_bytes(x.fwd));
+    if (status == GK_OK && S::TABLE) {
+        DistanceTables t = distance_tables(a);
+        t.to = (float *)((char *)workspace + tiles_bytes(x.fwd));
+        x.bias.data = t.to;
+        const dim3 grid((unsigned)gk_ceil_div(2 * t.count, TABLE_THREADS),
+                        (unsigned)gk_scores_of(a)->distance_bias->shape[0]);
+        status = launch<prepare_distances_kernel>(op, ctx, grid, TABLE_THREADS, 0, t);
+    }
     if (status == GK_OK)
         status = launch<flash_attn_fwd_masked_sm90a_kernel<T, Tile>>(
             op, ctx, dim3((unsigned)x.schedule.blocks), S::THREADS, S::BYTES, x);
@@ -200,13 +290,21 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
 typedef FwdMasked<FwdHopper64Short, 1, 0> Masked64;
 typedef FwdMasked<FwdHopper64Short, 0, 1> Biased64;
 typedef FwdMasked<FwdHopper64Short, 1, 1> MaskedBiased64;
+typedef FwdMasked<FwdHopper64Short, 0, 2> Keys64;
+typedef FwdMasked<FwdHopper64Short, 0, 3> Distance64;
 typedef FwdMasked<FwdHopper128, 1, 0> Masked128;
 typedef FwdMasked<FwdHopper128, 0, 1> Biased128;
 typedef FwdMasked<FwdHopper128, 1, 1> MaskedBiased128;
+typedef FwdMasked<FwdHopper128, 0, 2> Keys128;
+typedef FwdMasked<FwdHopper128, 0, 3> Distance128;
 
 const gk_cuda_instance instances[] = {ROWS("d64_mask", Masked64),
                                       ROWS("d64_bias", Biased64),
                                       ROWS("d64_mask_bias", MaskedBiased64),
+                                      ROWS("d64_keys", Keys64),
+                                      ROWS("d64_distance", Distance64),
+                                      ROWS("d128_keys", Keys128),
+                                      ROWS("d128_distance", Distance128),
                                       ROWS("d128_mask", Masked128),
                                       ROWS("d128_bias", Biased128),
                                       ROWS("d128_mask_bias", MaskedBiased128)};

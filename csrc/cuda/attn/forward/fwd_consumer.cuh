@@ -46,14 +46,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     StaleSoftmax<T, BKV> softmax;
     /* scores; weights; output; each row's sum of this block's weights */
     float s[N * 4], w[N * 4], o[ND * 4], sum[2];
-    uint32_t p[N * 2];             /* weights in 16 bits, the A operand of P V */
-    bool ready;                    /* s already holds the scores of the tile's first key block */
-    int words_taken, biases_taken; /* MASK, BIAS: stages of their rings that were read so far */
+    uint32_t p[N * 2]; /* weights in 16 bits, the A operand of P V */
+    bool ready;        /* s already holds the scores of the tile's first key block */
+    int words_taken,
+        biases_taken; /* MASK; BIAS, TABLE: stages of their rings that were read so far */
 
     __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
         if (MASK) words_taken = 0;
-        if (BIAS) biases_taken = 0;
+        if (BIAS || S::TABLE) biases_taken = 0;
     }
 
     /* A tile's place in the block's sequence of K and V stages. */
@@ -109,7 +110,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             const int i = min(row_of(x, t, own_row() + 8 * r).i, last);
             y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
         }
-        if (BIAS) { /* without a vote, as above */
+        if (S::SCORED) { /* without a vote, as above */
             y.some = ~0u;
             y.whole = 0;
         } else if (!MODIFIED) {
@@ -184,6 +185,34 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             s[2 * n + 1] = fmaf(s[2 * n + 1], x.units.unit_log2, addend_of(v.y, 0));
         }
         if (HIDES && edge) keep_columns(s, columns_of(t, block_at<MODIFIED>(t, j)));
+    }
+
+    /* ---- a bias by distance ---- */
+    /* S begins as the bias over the scale, and the products are added to it. A pair of columns is
+     * one aligned load in one of the block's two copies and serves two rows: it has the distances
+     * of row 0, and for the columns 8 further those of row 8. */
+    __device__ __forceinline__ void begin_scores() {
+        if constexpr (S::TABLE) {
+            const tma_steps<S::TABLE_STAGES> ring = {smem_s + S::BIAS_RING};
+            const int first = 128 + frag_col(mov_tid_x() % 32, 0) - own_row();
+            const smem_addr at_s = smem_s + S::BIAS_AT +
+                                   (2 * ring.stage(biases_taken) + (first & 1)) * S::COPY_BYTES +
+                                   (first & ~1) * 4;
+            ring.wait_full(biases_taken);
+#pragma unroll
+            for (int n = N - 1; n >= -1; --n) {
+                const uint2 two = ld_shared_64(at_s + 32 * n);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float bias = __uint_as_float(e ? two.y : two.x);
+                    if (n >= 0) s[4 * n + e] = bias;
+                    if (n + 1 < N) s[4 * (n + 1) + 2 + e] = bias;
+                }
+            }
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(ring.empty(biases_taken));
+            ++biases_taken;
+        }
     }
 
     /* ALiBi terms of a lane's two rows in one key block. The slopes are 0 without ALiBi. */
@@ -359,6 +388,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         weigh_any(t, block, edge);
     }
 
+    __device__ __forceinline__ smem_addr lift_at(int step) const {
+        return smem_s + S::BIAS_AT + k_ring().stage(step) * S::LIFT_BYTES;
+    }
     __device__ __forceinline__ smem_addr k_at(int step) const {
         return smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
     }
@@ -432,8 +464,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             smem_addr q_s = at.q_s;
             /* keeps the compiler from holding descriptors of this fixed address in registers */
             if (!AHEAD && Tile::HEAD_DIM > 192) opaque(q_s);
+            begin_scores();
             turn_begin<Tile>(warpgroup);
-            issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup);
+            issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup, lift_at(step),
+                                  smem_s + S::ONES_AT);
             turn_end<Tile>(warpgroup);
             wgmma_wait_group<0>();
             scores_over(at, at.from);
@@ -441,7 +475,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         clear(o);
         if (MODIFIED) {
             weigh_first(t, block, edge);
-        } else if constexpr (MASK || BIAS) {
+        } else if constexpr (S::SCORED) {
             if constexpr (BIAS) {
                 const float none[2] = {0, 0};
                 bias_addends(none, edge, columns);
@@ -486,8 +520,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         k.wait_full(step);
         /* keeps descriptors out of registers, of which none are left */
         if (MODIFIED) opaque(q_s);
+        begin_scores();
         turn_begin<Tile>(warpgroup);
-        issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup);
+        issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup, lift_at(step),
+                              smem_s + S::ONES_AT);
         if (PACK_LATE) {
             wgmma_pin(w); /* keeps the packing behind the issue of S */
             softmax.pack(w, p);
@@ -596,10 +632,12 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             pass(at.step + at.end, t.steps.blocks - at.end);
             v.wait_full(last);
             clear_tail(t, at.step, at.end - 1);
+            begin_scores();
             turn_begin<Tile>(warpgroup);
             issue_values<T, Tile>(o, p, v_at(last));
             k.wait_full(next);
-            issue_scores<T, Tile>(s, next_s, k_at(next), 64 * warpgroup);
+            issue_scores<T, Tile>(s, next_s, k_at(next), 64 * warpgroup, lift_at(next),
+                                  smem_s + S::ONES_AT);
             turn_end<Tile>(warpgroup);
             wgmma_wait_group<1>();
             wgmma_pin(o);
@@ -625,7 +663,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* Marks the tile if its result holds a NaN or inf (fwd_mend.cuh): V of a hidden key may hold
      * one, and 0 times NaN is NaN. */
     __device__ __forceinline__ void note_spoilt(const FwdTile &t) {
-        if constexpr (MASK || BIAS) {
+        if constexpr (S::SCORED) {
             if (BIAS && StaleRange<T>::LIMIT < 0x1p16f) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)

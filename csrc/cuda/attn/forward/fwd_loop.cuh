@@ -45,12 +45,14 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
         /* each warp releases its own 16 rows of Q, after its store has read them */
         typename S::QRing(smem_s + S::Q_RING).init(Tile::WARPGROUPS * 4);
         typename S::TileRing(smem_s + S::TILE_RING).init(Tile::WARPGROUPS * 4 + LOADERS);
-        typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS);
+        typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS, 1 + S::LIFT);
         typename S::KvRing(smem_s + S::V_RING).init(Tile::WARPGROUPS);
         mbarrier_init(smem_s + S::OVER, 1);
         if constexpr (S::MASK)
             tma_ring<S::WORDS_STAGES>(smem_s + S::WORDS_RING).init(Tile::WARPGROUPS * 4);
-        if constexpr (S::BIAS)
+        if constexpr (S::TABLE)
+            tma_ring<S::TABLE_STAGES>(smem_s + S::BIAS_RING).init(Tile::WARPGROUPS * 4);
+        else if constexpr (S::BIAS)
             for (int w = 0; w < Tile::WARPGROUPS; ++w)
                 tma_ring<1>(smem_s + S::BIAS_RING + 16 * w).init(4);
         fence_mbarrier_init();

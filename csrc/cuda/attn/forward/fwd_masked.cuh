@@ -4,8 +4,8 @@
  * into shared memory, and loads a bias [.., Sq, Sk].
  *
  * The producer's warps: warp 0 loads Q, K and V, warp 1 finds tiles, warp 2 brings mask words, warp
- * 3 loads the bias. Mask words have a ring of their own. They cannot share the stages of K, because
- * one thread of a warpgroup releases K before the other warps have read their words.
+ * 3 brings the bias. Mask words have a ring of their own. They cannot share the stages of K,
+ * because one thread of a warpgroup releases K before the other warps have read their words.
  *
  *   words.full[s]    1 arrival, by the bytes of a bulk copy or after warp 2's own stores
  *   words.empty[s]   8 arrivals, one for each warp of the consumers
@@ -234,6 +234,94 @@ __device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTil
         }
         mbarrier_arrive(described.empty(n));
     }
+}
+
+/* Copies the distances of each block twice, from the tables that prepare_distances has made. One
+ * thread. */
+template <class Tile>
+__device__ __forceinline__ void load_distances(const FwdMaskedParams &x, const FwdTile *tiles,
+                                               smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
+    const tma_steps<S::TABLE_STAGES> ring = {smem_s + S::BIAS_RING};
+    int taken = 0;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+        described.wait_full(n);
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
+        const int4 steps = *(const int4 *)&t.steps;
+        if (steps.w < 0) break;
+        const int first = t.keys.lo - t.work.i0 + x.bias.zero - 128;
+        const float *from = (const float *)x.bias.data + t.work.head * x.bias.head + first;
+#pragma unroll 1
+        for (int j = 0; j < steps.w; ++j, from += Tile::BKV, ++taken) {
+            const smem_addr to_s = smem_s + S::BIAS_AT + ring.stage(taken) * 2 * S::COPY_BYTES,
+                            full_s = ring.full(taken);
+            ring.wait_empty(taken);
+            mbarrier_arrive_expect_tx(full_s, 2 * S::COPY_BYTES);
+            bulk_load(to_s, from, S::COPY_BYTES, full_s);
+            bulk_load(to_s + S::COPY_BYTES, from + x.bias.row, S::COPY_BYTES, full_s);
+            /* for a warpgroup whose rows do not see the block */
+#pragma unroll
+            for (int w = 0; w < 2; ++w)
+                if (j >= (w ? steps.y : steps.x))
+                    for (int i = 0; i < 4; ++i) mbarrier_arrive(ring.empty(taken));
+        }
+        mbarrier_arrive(described.empty(n));
+    }
+}
+
+/* Writes the bias of a block's keys as 16 more columns of K: bias * per_scale in three parts of 16
+ * bits, which the product adds up. One warp. */
+template <class T, class Tile>
+__device__ __forceinline__ void lift_keys(const FwdMaskedParams &x, const FwdTile *tiles,
+                                          smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
+    const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING};
+    int step = 0;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+        described.wait_full(n);
+        const volatile FwdTile &t = tiles[n % S::TILE_STAGES];
+        if (t.steps.blocks < 0) break;
+#pragma unroll 1
+        for (int j = 0; j < t.steps.blocks; ++j, ++step) {
+            k.wait_empty(step);
+#pragma unroll 1
+            for (int r = laneid(); r < Tile::BKV; r += 32) {
+                const int key = min(t.keys.lo + j * Tile::BKV + r, t.seq.seq_k - 1);
+                const int64_t at =
+                    t.work.b * x.bias.batch + t.work.head * x.bias.head + key * x.bias.row;
+                const float bias = x.bias.wide ? __ldg((const float *)x.bias.data + at)
+                                               : to_f32(((const T *)x.bias.data)[at]);
+                const float whole = bias <= x.bias.least ? -INFINITY : bias * x.bias.per_scale,
+                            high = to_f32(from_f32<T>(whole)),
+                            rest = isfinite(high) ? whole - high : 0.f, /* inf - inf is NaN */
+                    middle = to_f32(from_f32<T>(rest));
+                const smem_addr to_s =
+                    smem_s + S::BIAS_AT + k.stage(step) * S::LIFT_BYTES + r / 8 * 256 + r % 8 * 16;
+                st_shared_128(
+                    to_s, make_uint4(pack2<T>(high, middle), pack2<T>(rest - middle, 0.f), 0, 0));
+                st_shared_128(to_s + 128, make_uint4(0, 0, 0, 0));
+            }
+            fence_proxy_async(); /* orders these stores before WGMMA's reads */
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(k.full(step));
+        }
+        __syncwarp(); /* all lanes have read t */
+        if (laneid() == 0) mbarrier_arrive(described.empty(n));
+    }
+}
+
+/* Writes the other operand of the lifted columns. The caller synchronises the block. */
+template <class Tile> __device__ __forceinline__ void write_ones(uint32_t one, smem_addr smem_s) {
+    typedef Smem<Tile> S;
+    if (threadIdx.x < S::ONES_BYTES / 16)
+        st_shared_128(smem_s + S::ONES_AT + threadIdx.x * 16,
+                      threadIdx.x < 8 ? make_uint4(one | one << 16, one, 0, 0)
+                                      : make_uint4(0, 0, 0, 0));
+    fence_proxy_async();
 }
 
 #endif

@@ -60,11 +60,18 @@ struct FwdMaskParams {
     Divisor by_first, by_units, by_width; /* by_units: tiles of a group other than the first */
 };
 
-/* A bias [.., Sq, Sk] of the operands' dtype. */
+/* A bias. BIAS 1, [.., Sq, Sk]: of the operands' dtype. BIAS 2, [.., 1, Sk]: also float32. BIAS 3,
+ * by distance: prepare_distances says what `data` is. */
 struct FwdBiasParams {
     const void *data;
-    int64_t batch, head, row; /* strides */
+    int64_t batch, head, row; /* strides; BIAS 2: row is that of keys */
     int of_batch, of_head;    /* 0 if the bias broadcasts over the batch, over the heads; else 1 */
+    bool wide;                /* BIAS 2: float32 */
+    float least;              /* BIAS 2: a bias of at most this value hides the key */
+    /* BIAS 2: the 16-bit number `one` stands beside bias * per_scale in the product */
+    float per_scale;
+    uint32_t one;
+    int zero; /* BIAS 3: the place of distance 0 */
 };
 
 struct FwdMaskedParams : FwdHopperParams {
@@ -143,7 +150,12 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    static constexpr bool MASK = ScoresOf<Tile>::MASK != 0, BIAS = ScoresOf<Tile>::BIAS != 0;
+    /* BIAS: the consumers add a bias [.., Sq, Sk] to the exponents. LIFT: the bias of keys is 16
+     * more columns of K. TABLE: S begins as the bias by distance. SCORED: any of these or a mask.
+     */
+    static constexpr bool MASK = ScoresOf<Tile>::MASK != 0, LIFT = ScoresOf<Tile>::BIAS == 2,
+                          TABLE = ScoresOf<Tile>::BIAS == 3, BIAS = ScoresOf<Tile>::BIAS == 1,
+                          SCORED = MASK || LIFT || TABLE || BIAS;
     /* Finding a tile takes longer than multiplying one with few keys. With a mask, blocks compete
      * for tiles, and a block that finds far ahead takes tiles that an idle block could compute. */
     static constexpr int TILE_STAGES = MASK ? 2 : 4;
@@ -151,8 +163,18 @@ template <class Tile> struct Smem {
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
     typedef wgmma_panels<64, Tile::BKV> Bias; /* of a warpgroup's rows */
+    /* LIFT: K's 16 more columns of a stage, in WGMMA's layout without swizzle: 8 x 8 matrices of
+     * 128 bytes, two for each 8 keys. Behind the stages lie 8 rows of the other operand, `one` in
+     * three columns and 0 in the others, which are read again for every 8 rows. */
+    static constexpr int LIFT_BYTES = Tile::BKV * 32, ONES_BYTES = 256;
+    /* TABLE: the distances of a block in two copies, the second one element on */
+    static constexpr int COPY_BYTES = 1024, TABLE_STAGES = 2;
     static constexpr int BIAS_AT = V_AT + Tile::STAGES * V::bytes;
-    static constexpr int Q_RING = BIAS_AT + (BIAS ? Tile::WARPGROUPS * Bias::bytes : 0),
+    static constexpr int ONES_AT = BIAS_AT + Tile::STAGES * LIFT_BYTES;
+    static constexpr int Q_RING = BIAS_AT + (TABLE  ? TABLE_STAGES * 2 * COPY_BYTES
+                                             : BIAS ? Tile::WARPGROUPS * Bias::bytes
+                                             : LIFT ? Tile::STAGES * LIFT_BYTES + ONES_BYTES
+                                                    : 0),
                          K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
@@ -162,11 +184,11 @@ template <class Tile> struct Smem {
     static constexpr int WORDS_STAGES = BIAS ? 1 : 2, WORDS_BYTES = GK_MASK_BLOCK_INTS * 4;
     static constexpr int WORDS_AT = TILES + TILE_STAGES * (MASK ? 2 : 1) * (int)sizeof(FwdTile);
     static constexpr int WORDS_RING = WORDS_AT + (MASK ? WORDS_STAGES * WORDS_BYTES : 0);
-    /* a ring of one stage for each warpgroup */
+    /* a ring of one stage for each warpgroup; TABLE: one ring of two stages */
     static constexpr int BIAS_RING = WORDS_RING + (MASK ? WORDS_STAGES * 16 : 0);
     /* MASK: the number of tiles that warp 1 has described, and that warp 2 has read. These counters
      * are in shared memory, because the producer has only 24 registers. */
-    static constexpr int COUNTS = BIAS_RING + (BIAS ? Tile::WARPGROUPS * 16 : 0);
+    static constexpr int COUNTS = BIAS_RING + (BIAS || TABLE ? 32 : 0);
     static constexpr int BYTES = COUNTS + (MASK ? 16 : 0);
     static_assert(sizeof(FwdMarks) <= sizeof(FwdTile), "marks take the place of a tile");
     __device__ static __forceinline__ FwdMarks &marks_of(FwdTile &t) {
@@ -177,6 +199,7 @@ template <class Tile> struct Smem {
     }
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(V::panels <= Q::panels, "out takes Q's place");
+    static_assert(!SCORED || Tile::WARPGROUPS == 2, "a ring for each warpgroup");
     static_assert(Tile::WARPGROUPS * Tile::CONSUMER_REGISTERS + Tile::PRODUCER_REGISTERS <=
                       65536 / THREADS / 8 * 8 * (Tile::WARPGROUPS + 1),
                   "registers are moved, not made: setmaxnreg would wait for ever");
@@ -251,7 +274,9 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
     const int filled = x.tile_heads > 1 ? x.tile_heads * x.fwd.problem.seq_q : rows;
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
-                                             InBoxes<Tile>::value ? 1 << x.box_log2 : 1);
+                                             InBoxes<Tile>::value ? 1 << x.box_log2
+                                             : Smem<Tile>::TABLE  ? 4 /* 16 bytes of the table */
+                                                                  : 1);
     /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
      * hold anything, including NaN. */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1),

@@ -19,16 +19,21 @@ template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
     bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
 }
 
-/* S [64][BKV] = Q K^T for this warpgroup's rows. */
+/* S [64][BKV] = Q K^T for this warpgroup's rows; TABLE: S += Q K^T. lift_s: LIFT's more columns of
+ * K. */
 template <class T, class Tile>
 __device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s,
-                                             smem_addr k_s, int row) {
+                                             smem_addr k_s, int row, smem_addr lift_s,
+                                             smem_addr ones_s) {
     typedef Smem<Tile> S;
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < Tile::HEAD_DIM; kk += 16)
         wgmma_ss<T, Tile::BKV, 0, 0>(s, S::Q::k_major(q_s, row, kk), S::K::k_major(k_s, 0, kk),
-                                     kk > 0);
+                                     S::TABLE || kk > 0);
+    if constexpr (S::LIFT)
+        wgmma_ss<T, Tile::BKV, 0, 0>(s, wgmma_plain_descriptor(ones_s, 128, 0),
+                                     wgmma_plain_descriptor(lift_s, 128, 256), true);
     wgmma_commit_group();
 }
 
