@@ -273,10 +273,11 @@ template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
     const int filled = x.tile_heads > 1 ? x.tile_heads * x.fwd.problem.seq_q : rows;
-    const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
-                                             InBoxes<Tile>::value ? 1 << x.box_log2
-                                             : Smem<Tile>::TABLE  ? 4 /* 16 bytes of the table */
-                                                                  : 1);
+    const FwdKeys keys =
+        fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
+                            InBoxes<Tile>::value        ? 1 << x.box_log2
+                            : ScoresOf<Tile>::BIAS == 3 ? 4 /* 16 bytes of the table */
+                                                        : 1);
     /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
      * hold anything, including NaN. */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1),
