@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash_attn with masks and biases beside compiled FlexAttention and SDPA with attn_mask, on CUDA.
 
-python benchmarks/bench_attn_masks.py [--quick] [--only forward builder rule] [--rows 8192 ...]
+python benchmarks/bench_attn_masks.py [--quick] [--only forward backward builder rule] [--rows 8192 ...]
 
 FLOPs count visible pairs alone: 4 * batch * heads * pairs * head_dim. Masks are built before the
 clock starts, ours and FlexAttention's; the group "builder" times ours. The group "rule" compares a
-mask with gpukern's own rule for the same pairs, and a bias with the call without it.
+mask with gpukern's own rule for the same pairs, and a bias with the call without it. All backward
+passes go through autograd, and "grad" in a bias's name says that its gradient is computed, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import shapes
 import torch
 import torch.nn.functional as F
+from bench_flash_attn import through_autograd
 from harness import Case, Run, arguments, open_device
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,6 +27,10 @@ from torch_gpukern import reference
 
 HEAD_DIM, WINDOW, GLOBAL, TILE = 128, 1024, 64, 128
 COMPARED = 256  # queries that are compared with float64
+RULES = {  # masks that are a rule of gpukern
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window_left": WINDOW - 1},
+}
 
 
 class Mask:
@@ -191,12 +197,8 @@ def mask_rows(run: Run, name: str, seq: int, device) -> None:
         peers["SDPA efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, bits)
         peers["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION, bits)
     run.add(case("forward", name, seq, pairs, ours, peers, exact, device))
-    rules = {
-        "causal": {"is_causal": True},
-        "window": {"is_causal": True, "window_left": WINDOW - 1},
-    }
-    if name in rules:
-        rule = {"gpukern's rule": lambda q, k, v: gk.flash_attn(q, k, v, **rules[name])}
+    if name in RULES:
+        rule = {"gpukern's rule": lambda q, k, v: gk.flash_attn(q, k, v, **RULES[name])}
         run.add(case("rule", name, seq, pairs, ours, rule, exact, device))
 
 
@@ -256,6 +258,83 @@ def bias_rows(run: Run, name: str, seq: int, device) -> None:
         run.add(one)
 
 
+def backward_case(
+    group: str,
+    label: str,
+    seq: int,
+    pairs: int,
+    ours: Callable,
+    peers: dict,
+    exact,
+    device,
+    more=(),
+) -> Case:
+    """A case of gradients: of q, k, v, and of the leaves `more`, which are not compared."""
+
+    def make():
+        q, k, v = make_qkv(seq, device)
+        return q, k, v, torch.randn_like(q)
+
+    def expected(q: Tensor, k: Tensor, v: Tensor, grad: Tensor):
+        q, k, v = (x[:1, :1].double().requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(exact(q, k, v), (q, k, v), grad[:1, :1].double())
+
+    one = case(group, label, seq, pairs, ours, peers, lambda *_: None, device)
+    one.make = make
+    one.ours = through_autograd(ours, more)
+    one.peers = {name: through_autograd(peer, more) for name, peer in peers.items()}
+    one.reference, one.compare = expected, lambda grads: tuple(g[:1, :1] for g in grads[:3])
+    one.flops, one.bytes = 2.5 * one.flops, 2 * one.bytes
+    one.live = ["gpukern", *peers]
+    return one
+
+
+def mask_backward(run: Run, name: str, seq: int, device) -> None:
+    if not run.asks("backward", f"{name} S{seq}", "bf16"):
+        return
+    mask = Mask(name, seq, device)
+    stored, pairs, dense = mask.stored(), mask.pairs(), mask.dense()
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return gk.flash_attn(q, k, v, attn_mask=stored)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.flash_attn(q, k, v, attn_mask=dense)
+
+    peers: dict[str, Callable] = {"FlexAttention": flex(mask.mod, None, seq, {})}
+    if name in ("causal", "documents"):
+        peers["SDPA efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, dense)
+    run.add(backward_case("backward", name, seq, pairs, ours, peers, exact, device))
+    if name in RULES and run.asks("rule", f"{name} grad S{seq}", "bf16"):
+        rule = {"gpukern's rule": lambda q, k, v: gk.flash_attn(q, k, v, **RULES[name])}
+        run.add(backward_case("rule", f"{name} grad", seq, pairs, ours, rule, exact, device))
+
+
+def bias_backward(run: Run, name: str, seq: int, device) -> None:
+    if not run.asks("backward", f"{name} S{seq}", "bf16"):
+        return
+    heads = shapes.CUDA_ATTN_HIDDEN // HEAD_DIM
+    batch = max(1, shapes.CUDA_ATTN_TOKENS // seq)
+    leaf = torch.randn(batch, heads, seq, seq, device=device).bfloat16()
+    more = [leaf.requires_grad_()] if name.endswith("grad") else []
+
+    def score(s, b, h, q, k):
+        return s + leaf[b, h, q, k]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return gk.flash_attn(q, k, v, bias=leaf)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.flash_attn(q, k, v, bias=leaf[:1, :1].detach().double())
+
+    peers: dict[str, Callable] = {
+        "FlexAttention": flex(None, score, seq, {}),
+        "SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION, leaf),
+        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, leaf),
+    }
+    run.add(backward_case("backward", name, seq, seq * seq, ours, peers, exact, device, more))
+
+
 def builder(run: Run, name: str, seq: int, device) -> None:
     if not run.wants("builder"):
         return
@@ -278,6 +357,10 @@ def main() -> None:
         mask_rows(run, name, seq, device.device)
     for name, seq in shapes.CUDA_ATTN_BIASES:
         bias_rows(run, name, seq, device.device)
+    for name, seq in shapes.CUDA_ATTN_MASKS_BACKWARD:
+        mask_backward(run, name, seq, device.device)
+    for name, seq in shapes.CUDA_ATTN_BIASES_BACKWARD:
+        bias_backward(run, name, seq, device.device)
     for name, seq in (("causal", 8192), ("documents", 8192), ("causal", 32768)):
         builder(run, name, seq, device.device)
     run.finish(shapes.CUDA_ATTN_MASK_BARS)

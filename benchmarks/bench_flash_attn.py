@@ -18,7 +18,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import peers
@@ -296,14 +296,16 @@ def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[st
     return others
 
 
-def through_autograd(forward: Callable) -> Callable:
-    """backward(q, k, v, grad, ...) of a forward that runs at the first call."""
+def through_autograd(forward: Callable, more: Sequence[Tensor] = ()) -> Callable:
+    """backward(q, k, v, grad, ...) of a forward that runs at the first call. It also returns the
+    gradients of `more`, leaves that forward reads."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):
         if not made:
             made["leaves"] = [x.detach().requires_grad_() for x in (q, k, v)]
             made["out"] = forward(*made["leaves"])
+            made["leaves"] += more
             made["grad"] = torch.empty_like(made["out"]).copy_(grad)
         return torch.autograd.grad(made["out"], made["leaves"], made["grad"], retain_graph=True)
 

@@ -120,7 +120,8 @@ def flash_attn_3(
 
 
 def flash_infer() -> Callable:
-    """FlashInfer's decode. It plans for each table when it first sees it."""
+    """FlashInfer's decode, on tensor cores where a group has at least 4 heads, as its documentation
+    advises. It plans for each table when it first sees it."""
     plans = {}
 
     def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
@@ -128,23 +129,17 @@ def flash_infer() -> Callable:
         if plan is None:
             import flashinfer
 
-            (batch, blocks), (_, page, heads_kv, head_dim) = table.shape, k_cache.shape
+            _, page, heads_kv, head_dim = k_cache.shape
+            heads = q.shape[1]
             workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
             plan = plans[table.data_ptr()] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD"
+                workspace, "NHD", use_tensor_cores=heads >= 4 * heads_kv
             )
-            ends = blocks * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
+            used = (lens + page - 1) // page
+            ends = F.pad(used.cumsum(0), (1, 0)).int()
+            pages = torch.cat([row[:n] for row, n in zip(table, used.tolist())])
             last = (lens - 1) % page + 1
-            plan.plan(
-                ends,
-                table.flatten(),
-                last,
-                q.shape[1],
-                heads_kv,
-                head_dim,
-                page,
-                q_data_type=q.dtype,
-            )
+            plan.plan(ends, pages, last, heads, heads_kv, head_dim, page, q_data_type=q.dtype)
         return plan.run(q, (k_cache, v_cache))
 
     return run

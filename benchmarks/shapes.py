@@ -135,7 +135,21 @@ CUDA_ATTN_BIASES = (
     ("keys' bias", 2048),
     ("distance", 2048),
 )
-CUDA_ATTN_MASK_BARS = {"forward": Bar(geomean=1.9, each=1.4), "rule": Bar(each=0.72)}
+CUDA_ATTN_MASKS_BACKWARD = (
+    ("causal", 2048),
+    ("causal", 8192),
+    ("documents", 8192),
+    ("window", 8192),
+    ("sliding_global", 8192),
+    ("question", 8192),
+    ("tiles", 8192),
+)
+CUDA_ATTN_BIASES_BACKWARD = (("bias", 2048), ("bias grad", 2048), ("bias grad", 8192))
+CUDA_ATTN_MASK_BARS = {
+    "forward": Bar(geomean=1.9, each=1.4),
+    "backward": Bar(geomean=1.5, each=1.3),
+    "rule": Bar(each=0.72),
+}
 CUDA_MASK_BUILDER = Bar(at_most=60.0)
 
 CUDA_PAGED_BATCH_CONTEXT = ((1, 6144), (1, 8192), (8, 8192), (1, 131072), (64, 4096), (256, 1024))
