@@ -19,7 +19,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 table() {
     cat <<'END'
 attn 330 bench_flash_attn.py --quick --compiled some
-masks 150 bench_attn_masks.py --quick
+masks 330 bench_attn_masks.py --quick
 paged 130 bench_paged_attn.py --quick
 scaled 110 bench_scaled_gemm.py --quick
 gemm 200 bench_gemm.py --quick --budget 1000 --quack none
