@@ -283,7 +283,7 @@ typedef BwdHopper64Score BwdHopper64ScoreOrdered;
 struct BwdHopper256 { /* 226 KiB: a second stage of dO does not fit */
     static constexpr int HEAD_DIM = 256, HEAD_DIM_V = 256, BQ = 64, BKV = 64, STAGES = 2,
                          O_STAGES = 1, TASK_TILES = 4;
-    static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
     static constexpr bool PAIR = true;
 };
 struct BwdHopper192 : BwdHopper256 {
