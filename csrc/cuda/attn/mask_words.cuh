@@ -19,24 +19,42 @@ __device__ __forceinline__ void words_of_rows(smem_addr to_s, const Word &word) 
         st_shared_32(to_s + (32 * (w / 2) + lane) * 8 + 4 * (w & 1), word(8 * w + lane / 4));
 }
 
-/* Each column has the ranges of the rows that see it, or do not. Each lane owns a column, and a
- * vote gives 32 bits of a row. ranges(c): those of column c; sees(ranges, r): whether row r sees
- * the column. */
-template <class Ranges, class Sees>
-__device__ __forceinline__ void words_of_columns(smem_addr to_s, const Ranges &ranges,
-                                                 const Sees &sees) {
-    const int lane = laneid();
-#pragma unroll 1
-    for (int group = 0; group < 4; ++group) {
-        const int4 c = ranges(32 * group + lane);
-#pragma unroll 1
-        for (int r = 0; r < GK_MASK_TILE; ++r) {
-            const uint32_t bits = __ballot_sync(0xffffffffu, sees(c, r));
-            const uint32_t byte = (bits >> 2 * lane & 0x03030303u) * 0x01041040u >> 24;
-            if (lane < 4)
-                st_shared_8(to_s + 4 * (gk_mask_word_of(r) + 2 * lane) + group, (uint8_t)byte);
-        }
+/* Bit r of the result is bit lane of lane r's word: the transpose of 32 x 32 bits. All lanes. */
+__device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
+    uint32_t low = 0x0000ffffu; /* the bits whose index has no `step` */
+#pragma unroll
+    for (int step = 16; step; step >>= 1, low ^= low << step) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, x, step);
+        x = laneid() & step ? (other >> step & low) | (x & ~low)
+                            : (x & low) | (other & low) << step;
     }
+    return x;
+}
+
+/* Each column has the ranges of the rows that see it, or do not. seen(c, r): bit i tells whether
+ * row r + i sees column c. Each lane owns a column at first and, after the transpose, a row. Bytes
+ * are stored one by one, because registers are few. */
+template <class Seen>
+__device__ __forceinline__ void words_of_columns(smem_addr to_s, const Seen &seen) {
+#pragma unroll 1
+    for (int i = 0; i < GK_MASK_TILE; i += 8) { /* 4 sets of 32 rows x 4 groups of 32 columns */
+        const int row = i / 32 * 32, group = i / 8 % 4;
+        const uint32_t bits = transpose_bits(seen(32 * group + laneid(), row));
+        const smem_addr at_s = to_s + 4 * gk_mask_word_of(row + laneid()) + group;
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+            st_shared_8(at_s + 8 * q, (uint8_t)((bits >> 2 * q & 0x03030303u) * 0x01041040u >> 24));
+    }
+}
+
+/* The bits of a word whose number plus `first` is at least `from`. */
+__device__ __forceinline__ uint32_t rows_from(int from, int first) {
+    const int skipped = max(from, first) - first;
+    return skipped < 32 ? 0xffffffffu << skipped : 0;
+}
+/* The rows of [from, to), counted from `first`, as the bits of a word. */
+__device__ __forceinline__ uint32_t rows_in(int from, int to, int first) {
+    return rows_from(from, first) & ~rows_from(to, first);
 }
 
 #endif

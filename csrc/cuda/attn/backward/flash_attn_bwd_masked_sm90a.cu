@@ -193,15 +193,11 @@ __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Seq
                      columns_in<32>(c.z - first, c.w - first));
         });
     } else {
-        words_of_columns(
-            to_s,
-            [&](int c) {
-                return i0 + c < seq.seq_q ? __ldg(source + i0 + c) : make_int4(0, 0, 0, 0);
-            },
-            [&](const int4 &a, int r) {
-                const int j = j0 + r;
-                return (j >= a.x && j < a.y) || (j >= a.z && j < a.w);
-            });
+        words_of_columns(to_s, [&](int c, int r) {
+            if (i0 + c >= seq.seq_q) return 0u;
+            const int4 a = __ldg(source + i0 + c);
+            return rows_in(a.x, a.y, j0 + r) | rows_in(a.z, a.w, j0 + r);
+        });
     }
     fence_proxy_async(); /* orders these stores before a later bulk copy into the stage */
     __syncwarp();

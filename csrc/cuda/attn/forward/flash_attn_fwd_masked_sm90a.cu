@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_masked_sm90a: attention with a stored mask (../../../core/attn_mask.h), with a
  * bias [.., Sq, Sk], or with both, or with a bias of keys [.., 1, Sk] or by distance, on Hopper's
- * tensor cores, 16-bit, dense. fwd_kernel.cuh has the
- * equations and the steps, which are those of flash_attn_fwd_sm90a. fwd_masked.cuh has the
- * additional work of the producer.
+ * tensor cores, 16-bit, dense. fwd_kernel.cuh has the equations and the steps, which are those of
+ * flash_attn_fwd_sm90a. fwd_masked.cuh has the additional work of the producer.
  *
  * Work split with a mask: tiles of 128 queries, each with a list of the blocks of 128 keys that it
  * sees. A thread block takes the next tile when it is free; in a group of heads, tiles with long
@@ -13,9 +12,10 @@
  * own mask only. A block that all rows see in full runs as without a mask. A partial block needs
  * one mask bit for each score, in 32-bit words that a bulk copy brings. The bias comes by TMA, 64
  * rows x 128 keys for each warpgroup, and is added to the exponents. The bias of keys becomes 16
- * more columns of K, whose product with a row of ones adds it to the scores. Of a bias by distance,
- * a bulk copy brings the 256 numbers that a block of 128 x 128 pairs has, and S begins as them. A
- * second kernel (fwd_mend.cuh) computes rows again that a NaN behind a hidden key has spoilt.
+ * more columns of K, which a first kernel writes; their product with a row of ones adds it to the
+ * scores. Of a bias by distance, a bulk copy brings the 256 numbers that a block of 128 x 128 pairs
+ * has, and S begins as them. A last kernel (fwd_mend.cuh) computes rows again that a NaN behind a
+ * hidden key has spoilt.
  *
  * Not handled, served by flash_attn_fwd_scores_sm80: a mask together with causal or a window;
  * kv_start, kv_end, q_start, softcap, ALiBi, dropout; a float32 bias [.., Sq, Sk]; a bias that
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                 if constexpr (S::MASK) load_words<Tile>(x, tiles, smem_s);
             } else if (warp == 3) {
                 if constexpr (S::LIFT) {
-                    lift_keys<T, Tile>(x, tiles, smem_s);
+                    if (elect_one()) load_lifted<Tile>(x, tiles, smem_s);
                 } else if constexpr (S::TABLE) {
                     if (elect_one()) load_distances<Tile>(x, tiles, smem_s);
                 } else if constexpr (S::BIAS) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 /* True if a tile with this BIAS (FwdBiasParams) serves the bias. */
 bool bias_fits(const gk_flash_attn_args *a, const gk_tensor &t, int kind) {
     if (kind == 2)
-        return t.shape[2] == 1 && t.shape[3] == a->k.shape[2] &&
+        return t.shape[2] == 1 && t.shape[3] == a->k.shape[2] && t.shape[0] * t.shape[1] <= 65535 &&
                (t.dtype == a->q.dtype || (t.dtype == GK_F32 && a->q.dtype == GK_BF16));
     return t.dtype == a->q.dtype && t.shape[2] == a->q.shape[2] && t.shape[3] == a->k.shape[2] &&
            t.shape[3] > 1 && t.stride[3] == 1 && t.stride[2] % 2 == 0 &&
@@ -127,6 +127,65 @@ DistanceTables distance_tables(const gk_flash_attn_args *a) {
     x.last = (int)(seq_q + seq_k - 2);
     x.per_scale = (float)(1 / a->rules.scale);
     return x;
+}
+
+/* ---- the lifted biases of keys ---- */
+/* keys: Sk, rounded up to whole blocks, and a block more, because a tile's first block may begin
+ * anywhere. */
+struct LiftedKeys {
+    gk_tensor from; /* [B or 1, Hq or 1, 1, Sk] */
+    uint4 *to;
+    int keys, heads;
+    float least;     /* a bias of at most this value hides the key */
+    float per_scale; /* the product has bias * per_scale times `one` */
+    uint32_t one;
+};
+
+/* Writes a key's bias * per_scale as the first 8 of its 16 columns: three parts of 16 bits, which
+ * the product adds up. The other columns are 0. */
+template <class T, class Bias>
+__global__ void __launch_bounds__(TABLE_THREADS)
+    lift_keys_kernel(const __grid_constant__ LiftedKeys x) {
+    const int key = blockIdx.x * TABLE_THREADS + threadIdx.x;
+    if (key >= x.keys) return;
+    const int b = blockIdx.y / x.heads, head = blockIdx.y - b * x.heads;
+    const float bias =
+        to_f32(((const Bias *)x.from.data)[b * x.from.stride[0] + head * x.from.stride[1] +
+                                           min(key, (int)x.from.shape[3] - 1) * x.from.stride[3]]);
+    const float whole = bias <= x.least ? -INFINITY : bias * x.per_scale,
+                high = to_f32(from_f32<T>(whole)),
+                rest = isfinite(high) ? whole - high : 0.f, /* inf - inf is NaN */
+        middle = to_f32(from_f32<T>(rest));
+    uint4 *to =
+        x.to + (int64_t)blockIdx.y * x.keys * 2 + key / LIFT_ROWS * 2 * LIFT_ROWS + key % LIFT_ROWS;
+    to[0] = make_uint4(pack2<T>(high, middle), pack2<T>(rest - middle, 0.f), 0, 0);
+    to[LIFT_ROWS] = make_uint4(0, 0, 0, 0);
+}
+
+LiftedKeys lifted_keys(const gk_flash_attn_args *a) {
+    LiftedKeys x = {};
+    x.from = *gk_scores_of(a)->bias;
+    x.keys = (int)gk_round_up(a->k.shape[2], GK_MASK_TILE) + GK_MASK_TILE;
+    x.heads = (int)x.from.shape[1];
+    x.least = x.from.dtype == GK_F32 ? -FLT_MAX : x.from.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
+    /* float16 could not hold bias / scale, so `one` is a power of 2 of at least 1 / scale */
+    int power = 0;
+    if (a->q.dtype == GK_F16)
+        while (power < 15 && ldexp(a->rules.scale, power) < 1) ++power;
+    x.one = a->q.dtype == GK_F16 ? (uint32_t)(15 + power) << 10 : 0x3f80u;
+    x.per_scale = (float)(1 / ldexp(a->rules.scale, power));
+    return x;
+}
+size_t lifted_bytes(const LiftedKeys &x) {
+    return (size_t)x.from.shape[0] * (size_t)x.heads * (size_t)x.keys * 2 * sizeof(uint4);
+}
+
+template <class T> gk_status lift_keys(const gk_context *ctx, const char *op, const LiftedKeys &x) {
+    const dim3 grid((unsigned)gk_ceil_div(x.keys, TABLE_THREADS),
+                    (unsigned)(x.from.shape[0] * x.heads));
+    return x.from.dtype == GK_F32
+               ? launch<lift_keys_kernel<T, float>>(op, ctx, grid, TABLE_THREADS, 0, x)
+               : launch<lift_keys_kernel<T, T>>(op, ctx, grid, TABLE_THREADS, 0, x);
 }
 
 /* The bytes of the workspace before the tables; see plan_masked. */
@@ -207,18 +266,16 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
         x.bias.head = scores->distance_bias->shape[0] > 1 ? 2 * t.count : 0;
         x.bias.row = t.count; /* from the first copy to the second */
         x.bias.zero = t.rows;
-    } else if (S::BIAS || S::LIFT) {
+    } else if (S::LIFT) {
+        const LiftedKeys lifted = lifted_keys(a);
+        const int64_t head = (int64_t)lifted.keys * 2 * (int64_t)sizeof(uint4);
+        x.bias.one = lifted.one;
+        x.bias.head = lifted.heads > 1 ? head : 0;
+        x.bias.batch = lifted.from.shape[0] > 1 ? lifted.heads * head : 0;
+    } else if (S::BIAS) {
         const gk_tensor &t = *scores->bias;
         x.bias.data = t.data;
-        x.bias.row = t.stride[S::LIFT ? 3 : 2];
-        x.bias.wide = t.dtype == GK_F32;
-        x.bias.least = t.dtype == GK_F32 ? -FLT_MAX : t.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
-        /* float16 could not hold bias / scale, so `one` is a power of 2 of at least 1 / scale */
-        int power = 0;
-        if (a->q.dtype == GK_F16)
-            while (power < 15 && ldexp(a->rules.scale, power) < 1) ++power;
-        x.bias.one = a->q.dtype == GK_F16 ? (uint32_t)(15 + power) << 10 : 0x3f80u;
-        x.bias.per_scale = (float)(1 / ldexp(a->rules.scale, power));
+        x.bias.row = t.stride[2];
         x.bias.of_batch = t.shape[0] > 1;
         x.bias.of_head = t.shape[1] > 1;
         x.bias.batch = x.bias.of_batch ? t.stride[0] : 0;
@@ -229,7 +286,7 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
 
 /* The parameters do not fit into the plan's own part, so run_masked computes them again. The first
  * 64 bytes of the workspace hold the counter of tiles; a byte for each tile follows, and then the
- * tables of distances. */
+ * tables of distances or the lifted biases. */
 template <class Tile>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {
@@ -239,6 +296,7 @@ bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void 
     const FwdMaskedParams x = masked_params<Tile>(ctx, a);
     fwd_plan(ctx, x.fwd, S::BQ, Tile::BKV, 1, x.schedule.units, to);
     to->workspace_bytes = tiles_bytes(x.fwd);
+    if (S::LIFT) to->workspace_bytes += lifted_bytes(lifted_keys(a));
     if (S::TABLE)
         to->workspace_bytes += (size_t)gk_scores_of(a)->distance_bias->shape[0] * 2 *
                                (size_t)distance_tables(a).count * sizeof(float);
@@ -261,6 +319,12 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *, v
         status =
             make_tensor_map(op, attn_shape(*gk_scores_of(a)->bias), S::Bias::box(), &x.bias_map);
     if (status == GK_OK) status = clear_memory(op, ctx, workspace, tiles_bytes(x.fwd));
+    if (status == GK_OK && S::LIFT) {
+        LiftedKeys lifted = lifted_keys(a);
+        lifted.to = (uint4 *)((char *)workspace + tiles_bytes(x.fwd));
+        x.bias.data = lifted.to;
+        status = lift_keys<T>(ctx, op, lifted);
+    }
     if (status == GK_OK && S::TABLE) {
         DistanceTables t = distance_tables(a);
         t.to = (float *)((char *)workspace + tiles_bytes(x.fwd));

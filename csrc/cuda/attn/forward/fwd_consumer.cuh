@@ -668,7 +668,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
                     if (softmax.m[r] > STALE_NOTHING && softmax.m[r] < LOWEST)
-                        softmax.total[r] = NAN;
+                        o[2 * r] = NAN; /* the row's result, because its factor may be 0 */
             }
             /* four independent sums, because consecutive additions wait for each other */
             float none[4] = {softmax.total[0] * 0.f, softmax.total[1] * 0.f, 0, 0};

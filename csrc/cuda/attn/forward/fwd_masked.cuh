@@ -135,15 +135,11 @@ __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequenc
                    columns_in<32>(a.z - first, a.w - first);
         });
     } else {
-        words_of_columns(
-            to_s,
-            [&](int c) {
-                return j0 + c < seq.seq_k ? __ldg(source + j0 + c) : make_int4(0, 0x7fffffff, 0, 0);
-            },
-            [&](const int4 &c, int r) {
-                const int i = i0 + r;
-                return !((i >= c.x && i < c.y) || (i >= c.z && i < c.w));
-            });
+        words_of_columns(to_s, [&](int c, int r) {
+            if (j0 + c >= seq.seq_k) return 0u;
+            const int4 a = __ldg(source + j0 + c);
+            return ~(rows_in(a.x, a.y, i0 + r) | rows_in(a.z, a.w, i0 + r));
+        });
     }
     fence_proxy_async(); /* orders these stores before a later bulk copy into the stage */
     __syncwarp();
@@ -271,11 +267,11 @@ __device__ __forceinline__ void load_distances(const FwdMaskedParams &x, const F
     }
 }
 
-/* Writes the bias of a block's keys as 16 more columns of K: bias * per_scale in three parts of 16
- * bits, which the product adds up. One warp. */
-template <class T, class Tile>
-__device__ __forceinline__ void lift_keys(const FwdMaskedParams &x, const FwdTile *tiles,
-                                          smem_addr smem_s) {
+/* Copies the bias of each block's keys, 16 more columns of K, from where lift_keys_kernel has
+ * written it. One thread. */
+template <class Tile>
+__device__ __forceinline__ void load_lifted(const FwdMaskedParams &x, const FwdTile *tiles,
+                                            smem_addr smem_s) {
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING};
@@ -283,34 +279,20 @@ __device__ __forceinline__ void lift_keys(const FwdMaskedParams &x, const FwdTil
 #pragma unroll 1
     for (int n = 0;; ++n) {
         described.wait_full(n);
-        const volatile FwdTile &t = tiles[n % S::TILE_STAGES];
-        if (t.steps.blocks < 0) break;
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
+        const int blocks = t.steps.blocks;
+        if (blocks < 0) break;
+        const char *from = (const char *)x.bias.data + t.work.b * x.bias.batch +
+                           t.work.head * x.bias.head +
+                           (int64_t)t.keys.lo * (S::LIFT_BYTES / Tile::BKV);
 #pragma unroll 1
-        for (int j = 0; j < t.steps.blocks; ++j, ++step) {
+        for (int j = 0; j < blocks; ++j, ++step, from += S::LIFT_BYTES) {
             k.wait_empty(step);
-#pragma unroll 1
-            for (int r = laneid(); r < Tile::BKV; r += 32) {
-                const int key = min(t.keys.lo + j * Tile::BKV + r, t.seq.seq_k - 1);
-                const int64_t at =
-                    t.work.b * x.bias.batch + t.work.head * x.bias.head + key * x.bias.row;
-                const float bias = x.bias.wide ? __ldg((const float *)x.bias.data + at)
-                                               : to_f32(((const T *)x.bias.data)[at]);
-                const float whole = bias <= x.bias.least ? -INFINITY : bias * x.bias.per_scale,
-                            high = to_f32(from_f32<T>(whole)),
-                            rest = isfinite(high) ? whole - high : 0.f, /* inf - inf is NaN */
-                    middle = to_f32(from_f32<T>(rest));
-                const smem_addr to_s =
-                    smem_s + S::BIAS_AT + k.stage(step) * S::LIFT_BYTES + r / 8 * 256 + r % 8 * 16;
-                st_shared_128(
-                    to_s, make_uint4(pack2<T>(high, middle), pack2<T>(rest - middle, 0.f), 0, 0));
-                st_shared_128(to_s + 128, make_uint4(0, 0, 0, 0));
-            }
-            fence_proxy_async(); /* orders these stores before WGMMA's reads */
-            __syncwarp();
-            if (laneid() == 0) mbarrier_arrive(k.full(step));
+            mbarrier_arrive_expect_tx(k.full(step), S::LIFT_BYTES);
+            bulk_load(smem_s + S::BIAS_AT + k.stage(step) * S::LIFT_BYTES, from, S::LIFT_BYTES,
+                      k.full(step));
         }
-        __syncwarp(); /* all lanes have read t */
-        if (laneid() == 0) mbarrier_arrive(described.empty(n));
+        mbarrier_arrive(described.empty(n));
     }
 }
 

@@ -60,18 +60,15 @@ struct FwdMaskParams {
     Divisor by_first, by_units, by_width; /* by_units: tiles of a group other than the first */
 };
 
-/* A bias. BIAS 1, [.., Sq, Sk]: of the operands' dtype. BIAS 2, [.., 1, Sk]: also float32. BIAS 3,
- * by distance: prepare_distances says what `data` is. */
+/* A bias. BIAS 1, [.., Sq, Sk]: of the operands' dtype. BIAS 2, [.., 1, Sk], and BIAS 3, by
+ * distance: `data` is in the workspace; lift_keys_kernel and prepare_distances_kernel say what it
+ * is. */
 struct FwdBiasParams {
     const void *data;
-    int64_t batch, head, row; /* strides; BIAS 2: row is that of keys */
+    int64_t batch, head, row; /* strides; BIAS 2: batch and head in bytes */
     int of_batch, of_head;    /* 0 if the bias broadcasts over the batch, over the heads; else 1 */
-    bool wide;                /* BIAS 2: float32 */
-    float least;              /* BIAS 2: a bias of at most this value hides the key */
-    /* BIAS 2: the 16-bit number `one` stands beside bias * per_scale in the product */
-    float per_scale;
-    uint32_t one;
-    int zero; /* BIAS 3: the place of distance 0 */
+    uint32_t one;             /* BIAS 2: the 16-bit number that the parts are multiplied by */
+    int zero;                 /* BIAS 3: the place of distance 0 */
 };
 
 struct FwdMaskedParams : FwdHopperParams {
@@ -143,6 +140,9 @@ __device__ __forceinline__ FwdRow row_of(const FwdHopperParams &x, const FwdTile
     const int at = t.work.i0 + row, head = (int)x.by_head.into((unsigned)at);
     return {t.work.head + head, at - head * (int)x.by_head.by};
 }
+
+/* Keys of two 8 x 8 matrices of lifted columns (Smem::LIFT), which take 256 bytes. */
+constexpr int LIFT_ROWS = 8;
 
 template <class Tile> struct Smem {
     static constexpr int BQ = Tile::WARPGROUPS * 64, THREADS = (Tile::WARPGROUPS + 1) * 128;
@@ -277,6 +277,7 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
         fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
                             InBoxes<Tile>::value        ? 1 << x.box_log2
                             : ScoresOf<Tile>::BIAS == 3 ? 4 /* 16 bytes of the table */
+                            : ScoresOf<Tile>::BIAS == 2 ? LIFT_ROWS
                                                         : 1);
     /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
      * hold anything, including NaN. */
