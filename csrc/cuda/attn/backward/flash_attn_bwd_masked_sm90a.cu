@@ -86,7 +86,7 @@ struct BwdPlace {
         ROW,   /* the step's first row */
         KIND,  /* of the step's block. MADE: the producer computes the words */
         FULL,  /* MADE only: all queries see the block's keys, but the end of the keys cuts it */
-        SLOT   /* of the stored words */
+        WORDS  /* of the stored words */
     };
     smem_addr at_s;
     __device__ __forceinline__ int operator[](Field f) const {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
                                    ? (int)GK_BLOCK_MADE
                                    : kind);
         at.set(BwdPlace::FULL, kind == GK_BLOCK_FULL);
-        at.set(BwdPlace::SLOT, (int)gk_mask_slot(x.store, tile, block, x.at.tiles_q, 4 * kept));
+        at.set(BwdPlace::WORDS, (int)gk_mask_slot(x.store, tile, block, x.at.tiles_q, 4 * kept));
         at.set(BwdPlace::HEAD, head);
         at.set(BwdPlace::LEFT, left - 1);
         at.set(BwdPlace::INDEX, index + 1);
@@ -270,7 +270,7 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
             if (kind == GK_BLOCK_WORDS)
                 bulk_load(smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES,
                           mask_of(x, w.b, at[BwdPlace::HEAD]) + x.at.words_t +
-                              (int64_t)at[BwdPlace::SLOT] * GK_MASK_BLOCK_INTS,
+                              (int64_t)at[BwdPlace::WORDS] * GK_MASK_BLOCK_INTS,
                           S::WORDS_BYTES, to_s);
         }
         __syncwarp();

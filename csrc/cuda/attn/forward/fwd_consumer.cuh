@@ -46,15 +46,14 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     StaleSoftmax<T, BKV> softmax;
     /* scores; weights; output; each row's sum of this block's weights */
     float s[N * 4], w[N * 4], o[ND * 4], sum[2];
-    uint32_t p[N * 2]; /* weights in 16 bits, the A operand of P V */
-    bool ready;        /* s already holds the scores of the tile's first key block */
-    int words_taken,
-        biases_taken; /* MASK; BIAS, TABLE: stages of their rings that were read so far */
+    uint32_t p[N * 2];             /* weights in 16 bits, the A operand of P V */
+    bool ready;                    /* s already holds the scores of the tile's first key block */
+    int words_taken, biases_taken; /* MASK; BIAS: stages of their rings that were read so far */
 
     __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
         if (MASK) words_taken = 0;
-        if (BIAS || S::TABLE) biases_taken = 0;
+        if (BIAS) biases_taken = 0;
     }
 
     /* A tile's place in the block's sequence of K and V stages. */
@@ -190,15 +189,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* ---- a bias by distance ---- */
     /* S begins as the bias over the scale, and the products are added to it. A pair of columns is
      * one aligned load in one of the block's two copies and serves two rows: it has the distances
-     * of row 0, and for the columns 8 further those of row 8. */
-    __device__ __forceinline__ void begin_scores() {
+     * of row 0, and for the columns 8 further those of row 8. Its ring is counted as K's. */
+    __device__ __forceinline__ void begin_scores(int step) {
         if constexpr (S::TABLE) {
             const tma_steps<S::TABLE_STAGES> ring = {smem_s + S::BIAS_RING};
             const int first = 128 + frag_col(mov_tid_x() % 32, 0) - own_row();
             const smem_addr at_s = smem_s + S::BIAS_AT +
-                                   (2 * ring.stage(biases_taken) + (first & 1)) * S::COPY_BYTES +
+                                   (2 * ring.stage(step) + (first & 1)) * S::COPY_BYTES +
                                    (first & ~1) * 4;
-            ring.wait_full(biases_taken);
+            ring.wait_full(step);
 #pragma unroll
             for (int n = N - 1; n >= -1; --n) {
                 const uint2 two = ld_shared_64(at_s + 32 * n);
@@ -210,8 +209,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 }
             }
             __syncwarp();
-            if (laneid() == 0) mbarrier_arrive(ring.empty(biases_taken));
-            ++biases_taken;
+            if (laneid() == 0) mbarrier_arrive(ring.empty(step));
         }
     }
 
@@ -389,7 +387,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     __device__ __forceinline__ smem_addr lift_at(int step) const {
-        return smem_s + S::BIAS_AT + k_ring().stage(step) * S::LIFT_BYTES;
+        return smem_s + S::LIFT_AT + k_ring().stage(step) * S::LIFT_BYTES;
     }
     __device__ __forceinline__ smem_addr k_at(int step) const {
         return smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
@@ -464,7 +462,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             smem_addr q_s = at.q_s;
             /* keeps the compiler from holding descriptors of this fixed address in registers */
             if (!AHEAD && Tile::HEAD_DIM > 192) opaque(q_s);
-            begin_scores();
+            begin_scores(step);
             turn_begin<Tile>(warpgroup);
             issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup, lift_at(step),
                                   smem_s + S::ONES_AT);
@@ -520,7 +518,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         k.wait_full(step);
         /* keeps descriptors out of registers, of which none are left */
         if (MODIFIED) opaque(q_s);
-        begin_scores();
+        begin_scores(step);
         turn_begin<Tile>(warpgroup);
         issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup, lift_at(step),
                               smem_s + S::ONES_AT);
@@ -632,7 +630,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             pass(at.step + at.end, t.steps.blocks - at.end);
             v.wait_full(last);
             clear_tail(t, at.step, at.end - 1);
-            begin_scores();
+            begin_scores(next);
             turn_begin<Tile>(warpgroup);
             issue_values<T, Tile>(o, p, v_at(last));
             k.wait_full(next);
@@ -695,6 +693,12 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             if (threadIdx.x % 128 == 0) {
                 mbarrier_arrive(k.empty(j));
                 mbarrier_arrive(v.empty(j));
+            }
+            if constexpr (S::TABLE) {
+                const tma_steps<S::TABLE_STAGES> distances = {smem_s + S::BIAS_RING};
+                distances.wait_full(j);
+                __syncwarp();
+                if (laneid() == 0) mbarrier_arrive(distances.empty(j));
             }
         }
     }

@@ -245,23 +245,18 @@ __device__ __forceinline__ void load_distances(const FwdMaskedParams &x, const F
     for (int n = 0;; ++n) {
         described.wait_full(n);
         const FwdTile &t = tiles[n % S::TILE_STAGES];
-        const int4 steps = *(const int4 *)&t.steps;
-        if (steps.w < 0) break;
+        const int blocks = t.steps.blocks;
+        if (blocks < 0) break;
         const int first = t.keys.lo - t.work.i0 + x.bias.zero - 128;
         const float *from = (const float *)x.bias.data + t.work.head * x.bias.head + first;
 #pragma unroll 1
-        for (int j = 0; j < steps.w; ++j, from += Tile::BKV, ++taken) {
+        for (int j = 0; j < blocks; ++j, from += Tile::BKV, ++taken) {
             const smem_addr to_s = smem_s + S::BIAS_AT + ring.stage(taken) * 2 * S::COPY_BYTES,
                             full_s = ring.full(taken);
             ring.wait_empty(taken);
             mbarrier_arrive_expect_tx(full_s, 2 * S::COPY_BYTES);
             bulk_load(to_s, from, S::COPY_BYTES, full_s);
             bulk_load(to_s + S::COPY_BYTES, from + x.bias.row, S::COPY_BYTES, full_s);
-            /* for a warpgroup whose rows do not see the block */
-#pragma unroll
-            for (int w = 0; w < 2; ++w)
-                if (j >= (w ? steps.y : steps.x))
-                    for (int i = 0; i < 4; ++i) mbarrier_arrive(ring.empty(taken));
         }
         mbarrier_arrive(described.empty(n));
     }
@@ -289,7 +284,7 @@ __device__ __forceinline__ void load_lifted(const FwdMaskedParams &x, const FwdT
         for (int j = 0; j < blocks; ++j, ++step, from += S::LIFT_BYTES) {
             k.wait_empty(step);
             mbarrier_arrive_expect_tx(k.full(step), S::LIFT_BYTES);
-            bulk_load(smem_s + S::BIAS_AT + k.stage(step) * S::LIFT_BYTES, from, S::LIFT_BYTES,
+            bulk_load(smem_s + S::LIFT_AT + k.stage(step) * S::LIFT_BYTES, from, S::LIFT_BYTES,
                       k.full(step));
         }
         mbarrier_arrive(described.empty(n));
