@@ -10,10 +10,21 @@
 
 extern "C" const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 
+/* True if gemm of operands of `dtype` can read or write t. Its kernels know two dtypes of bias, c
+ * and out: that of the operands, and float32. A caller of gemm cannot give another, but an op in
+ * front of it may have one, such as a float16 bias beside bfloat16 operands and a float32 result.
+ */
+inline bool inner_gemm_knows(const gk_tensor *t, gk_dtype dtype) {
+    return !t || t->dtype == dtype || t->dtype == GK_F32;
+}
+
 /* Plans a product of operands of `dtype` with the first table that serves it. Returns false if
  * none does. */
 inline bool plan_inner_gemm(const gk_context *ctx, gk_dtype dtype, const gk_gemm_args *gemm,
                             gk_plan *to) {
+    if (!inner_gemm_knows(&gemm->out, dtype) || !inner_gemm_knows(gemm->bias, dtype) ||
+        !inner_gemm_knows(gemm->c, dtype))
+        return false;
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     const int arch = gk_gpu_of(ctx->index)->arch;

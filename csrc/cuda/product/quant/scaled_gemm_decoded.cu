@@ -19,11 +19,9 @@
  * Work split of step 1: a thread decodes 16 neighbours; b's blocks come after a's. Workspace:
  * a', b', then the product's own workspace. The product is planned again when it runs, because
  * its operands lie in the workspace, whose address a plan does not know. */
-#include "../../../core/op.h"
+#include "../inner_gemm.cuh"
 #include "product.cuh"
 #include "scaled_kinds.cuh"
-
-extern "C" const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 
 namespace {
 
@@ -158,45 +156,21 @@ Inner inner_of(const gk_scaled_gemm_args *g, char *base) {
     return x;
 }
 
-bool plan_inner(const gk_context *ctx, const gk_gemm_args *gemm, gk_plan *to) {
-    int num_tables;
-    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
-    const int arch = gk_gpu_of(ctx->index)->arch;
-    for (int t = 0; t < num_tables; ++t) {
-        const gk_cuda_table &table = *tables[t];
-        if (table.arch == 90 ? arch != 90 : arch < table.arch) continue;
-        if (table.plan && table.plan(ctx, gemm, gk_plan_begin(to, NULL))) return true;
-        for (int i = 0; !table.plan && i < table.num_instances; ++i) {
-            const gk_cuda_instance *row = &table.instances[i];
-            if (row->dtype == GK_BF16 && row->plan(row, ctx, gemm, gk_plan_begin(to, row)))
-                return true;
-        }
-    }
-    return false;
-}
-
 /* ---- 3. launcher and table ------------------------------------------------------------------- */
 struct Own {
     size_t inner_bytes;
 };
 
-bool addend_fits(const gk_tensor *t, gk_dtype out) {
-    return !t || t->dtype == out || t->dtype == GK_BF16;
-}
-
 bool plan_instance(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
-    const gk_dtype out = g->out.dtype;
     if (k == 0 || m == 0 || n == 0 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
     if (g->scale_a.dtype != GK_E8M0 || g->scale_b.dtype != GK_E8M0 || scales_along_k(g) == 0)
-        return false;
-    if ((out != GK_BF16 && out != GK_F32) || !addend_fits(g->bias, out) || !addend_fits(g->c, out))
         return false;
     const Inner x = inner_of(g, (char *)1024);
     if (!gk_grid_fits(blocks_of(x.decode.of[0]) + blocks_of(x.decode.of[1]))) return false;
     gk_plan inner;
-    if (!plan_inner(ctx, &x.gemm, &inner)) return false;
+    if (!plan_inner_gemm(ctx, GK_BF16, &x.gemm, &inner)) return false;
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
     to->tasks = inner.tasks;
     to->chunks = inner.chunks;
@@ -209,7 +183,8 @@ bool plan_instance(const gk_cuda_instance *, const gk_context *ctx, const void *
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     const Inner x = inner_of((const gk_scaled_gemm_args *)args, (char *)workspace);
     gk_plan inner;
-    if (!plan_inner(ctx, &x.gemm, &inner) || inner.workspace_bytes > gk_own<Own>(plan).inner_bytes)
+    if (!plan_inner_gemm(ctx, GK_BF16, &x.gemm, &inner) ||
+        inner.workspace_bytes > gk_own<Own>(plan).inner_bytes)
         return gk_fail(GK_ERR_DEVICE, "the product of the decoded operands could not be planned");
     const unsigned blocks = x.decode.first_of_b + (unsigned)blocks_of(x.decode.of[1]);
     const gk_status status =
