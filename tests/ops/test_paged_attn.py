@@ -1048,16 +1048,19 @@ def test_keys_to_the_right_and_short_lengths(dtype, short, rules, device):
 
 @pytest.mark.parametrize("tokens", (1, 40))
 @pytest.mark.parametrize("scale", (1e20, -1e20))
-def test_scales_whose_product_is_infinite(tokens, scale):
-    """A score of zero codes is 0, and not 0 times inf."""
-    q = torch.ones(tokens, 2, 16)
-    k_cache = torch.zeros(4, 16, 2, 16).to(torch.float8_e4m3fn)
-    v_cache = torch.ones(4, 16, 2, 16).to(torch.float8_e4m3fn)
-    table = torch.arange(4, dtype=torch.int32).view(1, 4)
-    lens = torch.tensor([64], dtype=torch.int32)
+@pytest.mark.parametrize("cache", (None, torch.float8_e4m3fn))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dim", (16, 24, 64))
+def test_scales_whose_product_is_infinite(tokens, scale, cache, dtype, dim, device):
+    """A score of zero codes is 0, and not 0 times inf. head_dim chooses the kernel."""
+    q = torch.ones(tokens, 2, dim, device=device, dtype=dtype)
+    k_cache = torch.zeros(4, 16, 2, dim, device=device).to(cache or dtype)
+    v_cache = torch.ones(4, 16, 2, dim, device=device).to(cache or dtype)
+    table = torch.arange(4, dtype=torch.int32, device=device).view(1, 4)
+    lens = torch.tensor([64], dtype=torch.int32, device=device)
     more = {}
     if tokens > 1:
-        starts = torch.tensor([0, tokens], dtype=torch.int32)
+        starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         more = {"cu_seqlens_q": starts, "max_seqlen_q": tokens, "is_causal": False}
     out, lse = torch_gpukern.paged_attn(
         q,
@@ -1066,7 +1069,7 @@ def test_scales_whose_product_is_infinite(tokens, scale):
         table,
         lens,
         scale=scale,
-        k_scale=torch.tensor(1e30),
+        k_scale=torch.tensor(1e30, device=device),
         return_lse=True,
         **more,
     )

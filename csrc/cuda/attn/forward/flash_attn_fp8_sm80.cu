@@ -138,7 +138,12 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
     const uint8_t *q_g = (const uint8_t *)p.q.data + p.q.at(b, head, seq.q0 + i0);
     const uint8_t *k_g = (const uint8_t *)p.k.data + p.k.at(b, head_kv, seq.k0);
     const uint8_t *v_g = (const uint8_t *)p.v.data + p.v.at(b, head_kv, seq.k0);
+    /* In log2 units, where a weight is 2^(s - peak). Converting units inside the softmax would
+     * round s and peak differently, and a score above 2^31 would then get a weight of 0 or inf. */
     Score score = score_of(p, seq, b, head);
+    score.scale *= LOG2_E;
+    score.softcap *= LOG2_E;
+    score.slope *= LOG2_E;
     const float scale = score.scale, q_scale = fp8_scale(c.q_scale, b, head, i0);
     const float largest = fp8_largest(c.v_scale, b, head_kv, lo, hi);
 
@@ -173,7 +178,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
                 for (int e = 0; e < 4; ++e) s[0][n][e] *= by.second;
         modify(s, score, row0, key0 + col0);
         if (key0 < plain_lo || key0 + BKV > plain_hi) mask(s, seq, row0, key0 + col0);
-        softmax.step(s, o, LOG2_E);
+        softmax.step(s, o, 1);
         const float share = fp8_share(c.v_scale, largest, b, head_kv, key0);
 #pragma unroll
         for (int n = 0; n < X::N; ++n)
@@ -188,7 +193,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float total = quad_sum(softmax.total[0][r]);
-        const RowSum y = row_sum(softmax.peak[0][r], total, sink);
+        const RowSum y = row_sum(softmax.peak[0][r] * LN_2, total, sink);
         const int i = row0 + 8 * r;
         if (i >= seq.seq_q) continue;
         const float factor = y.factor(), seen = total * factor;

@@ -27,6 +27,7 @@
  *
  * Not handled: larger head_dim, rows not aligned to 16 bytes, float64 (paged_attn_plain). */
 #include "paged_combine.cuh"
+#include "paged_factor.cuh"
 
 namespace {
 
@@ -110,8 +111,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
             slope[r] = 0;
             if (is) slope[r] = slope_of<float>(p.rules, work.b, head);
         }
-        const float scale =
-            (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
+        const float scale = paged_factor<float>(p, work.head_kv);
 
         /* 2.2 16 keys at a time */
 #pragma unroll 1

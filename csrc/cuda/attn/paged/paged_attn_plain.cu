@@ -28,8 +28,8 @@
 #include "../../tile/codes.cuh"
 #include "../../tile/convert.cuh"
 #include "../../tile/reduce.cuh"
-#include "../kv.cuh"
 #include "../tiles.h"
+#include "paged_factor.cuh"
 
 namespace {
 
@@ -106,9 +106,8 @@ __global__ void __launch_bounds__(THREADS, MAX_DIM > NARROW ? 2 : 3)
     const T *q = (const T *)p.q.data + token * p.q.row + head * p.q.head;
     for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_acc(q[d]);
     __syncthreads(); /* q is visible to all threads */
-    const WideScore<W> score = {(W)p.rules.scale *
-                                    paged_scale<W>(p.k_scale, p.k_scale_step, head_kv),
-                                (W)p.rules.softcap, slope_of<W>(p.rules, b, head), s.diagonal};
+    const WideScore<W> score = {paged_factor<W>(p, head_kv), (W)p.rules.softcap,
+                                slope_of<W>(p.rules, b, head), s.diagonal};
 
     /* 2. 32 keys at a time */
     RowSoftmax<ExpFull, W> softmax = {W(-INFINITY), W(0)}; /* sum: this lane's share */

@@ -27,6 +27,7 @@
  * on Hopper paged_prefill_sm90a takes those calls. */
 #include "../../tile/fragment.cuh"
 #include "paged_combine.cuh"
+#include "paged_factor.cuh"
 
 namespace {
 
@@ -102,8 +103,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                 const int head = head_kv * p.group + row - token * p.group;
                 if (row <= last_row) slope[n][e] = slope_of<float>(p.rules, work.b, head);
             }
-        const float scale =
-            (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, head_kv);
+        const float scale = paged_factor<float>(p, head_kv);
         float o[STEPS][N][4] = {}; /* O^T: head_dim_v by rows */
 
         /* 2.2 the stream */

@@ -9,6 +9,7 @@
 #ifndef GPUKERN_CUDA_PAGED_STEP_CUH
 #define GPUKERN_CUDA_PAGED_STEP_CUH
 
+#include "paged_factor.cuh"
 #include "paged_pages.cuh"
 #include "paged_stream.cuh"
 
@@ -41,8 +42,7 @@ template <class Pages, int N> struct RowsOf {
     __device__ __forceinline__ void begin(const StreamParams &a, const TileShare &x) {
         const Paged &p = a.c.p;
         const int lane = threadIdx.x % 32;
-        const float scale =
-            (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, x.head_kv);
+        const float scale = paged_factor<float>(p, x.head_kv);
         v_base = Pages::CODES && a.by_page ? 0 : 1;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -64,7 +64,9 @@ template <class Pages, int N> struct RowsOf {
                 const int col = lane % 4 * 2 + e, its = x.row0 + n * 8 + col,
                           its_token = token_of(a, its);
                 factor[n][e] = scale;
-                if (Pages::CODES) factor[n][e] *= __shfl_sync(0xffffffffu, row_factor, col * 4);
+                if (Pages::CODES)
+                    factor[n][e] =
+                        finite_factor(scale * __shfl_sync(0xffffffffu, row_factor, col * 4));
                 index[n][e] = its_token;
                 slope[n][e] = 0;
                 if (its <= x.last_row)
