@@ -187,6 +187,8 @@ def test_what_is_printed_on_the_host(tmp_path_factory):
 def test_what_is_printed_from_inside_a_kernel(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("nvcc is not here")
+    if not (ROOT / "csrc" / "cuda").is_dir():
+        pytest.skip("csrc/cuda is not here")
     source, path = ROOT / "tests" / "csrc" / "check_print.cpp", tmp_path / "check_print"
     subprocess.run(
         [

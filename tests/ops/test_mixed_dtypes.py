@@ -155,12 +155,15 @@ def test_class_weights_in_another_dtype(dtype, of, reduction, device):
 
 @pytest.mark.parametrize("dtype", ROWS)
 def test_dropout_of_everything(dtype, device):
-    """p = 1, as F.dropout takes it: out is 0, lse that of all keys, and no gradient is left."""
+    """p = 1, as F.dropout takes it: out is 0, lse that of all keys but for its rounding, and no
+    gradient is left."""
     gen, seed = generator("dropout of everything"), torch.tensor([1, 2], device=device)
     q, k, v = (randn(gen, 2, 4, 200, 32).to(device, dtype).requires_grad_() for _ in range(3))
     out, lse = gk.flash_attn(q, k, v, dropout_p=1.0, dropout_seed=seed, return_lse=True)
     assert not out.any() and not gk.attn_dropout_mask(q, k, 1.0, seed).any()
-    assert_bits(lse, gk.flash_attn(q, k, v, return_lse=True)[1])
+    # another kernel may serve the call without dropout, and sum in another order
+    plain = gk.flash_attn(q, k, v, return_lse=True)[1]
+    torch.testing.assert_close(lse, plain, rtol=8 * torch.finfo(lse.dtype).eps, atol=0)
     for grad in torch.autograd.grad(out.sum(), (q, k, v)):
         assert not grad.any()
     assert not gk.flash_attn(q, k, v, dropout_p=1).any()  # a seed of its own
