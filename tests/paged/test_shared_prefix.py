@@ -51,11 +51,11 @@ CODES = (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 @pytest.fixture(autouse=True)
 def few_keys(monkeypatch):
-    monkeypatch.setattr(shared, "LEAST_KEYS", 1)
+    monkeypatch.setattr(shared, "LEAST_KEYS", {"cpu": 1, "cuda": 1})
 
 
-def modifiers(name, heads_q, gen, dtype):
-    sinks = randn(gen, heads_q, dtype=logit_dtype(dtype))
+def modifiers(name, heads_q, gen, dtype, device):
+    sinks = randn(gen, heads_q, dtype=logit_dtype(dtype), device=device)
     return {
         "none": {},
         "full": {"is_causal": False},
@@ -186,7 +186,7 @@ def test_values(case, device):
     batch = Batch(gen, BATCHES[case.batch], heads, case.dims, dtype, device, *how)
     prefix = batch.prefix()
     assert prefix is not None
-    rules = modifiers(case.mods, heads[0], gen, dtype)
+    rules = modifiers(case.mods, heads[0], gen, dtype, device)
     # The call must not read shared pages by the sequences' own tables.
     table = batch.table.clone()
     for row, keys in zip(table, prefix.kv_start.tolist()):
@@ -281,13 +281,17 @@ def test_nothing_is_shared():
 
 
 def test_a_group_must_save_some_keys(monkeypatch):
-    monkeypatch.setattr(shared, "LEAST_KEYS", 3 * 5 * SIZE)
+    monkeypatch.setattr(shared, "LEAST_KEYS", {"cpu": 3 * 5 * SIZE, "cuda": 4 * 5 * SIZE})
     cache = PagedKVCache(40, SIZE, 1, 8)
     first = cache.allocate()
     cache.extend([first], 5 * SIZE)
     three = [first, cache.fork(first), cache.fork(first)]
     assert cache.shared_prefix(three) is None
     assert cache.shared_prefix([*three, cache.fork(first)]) is not None
+    for sequences, device, found in ((4, "cpu", True), (4, "cuda", False), (5, "cuda", True)):
+        table, pages = np.zeros((sequences, 5), np.int32), np.full(sequences, 5)
+        groups = shared.groups_of(table, pages, np.ones(sequences, np.int64), SIZE, device)
+        assert (groups is not None) == found
 
 
 def test_by_pages():

@@ -341,7 +341,7 @@ class PagedKVCache(Bookkeeping, KVPages):
         queries[:] = counts
         most = self._sequences.seen_pages(rows, queries)
         table = self._sequences.table[rows, : max(largest(most), 1)]
-        groups = groups_of(table, most, queries, self.block_size)
+        groups = groups_of(table, most, queries, self.block_size, self.k.device.type)
         if groups is None:
             return None
         starts, pages = groups

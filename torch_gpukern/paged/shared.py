@@ -6,11 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A group is formed if it saves at least this many keys, (sequences - 1) x shared keys. Time of the
-# plain call over that with a prefix, float32 | bfloat16, GQA 32/8, head_dim 128, pages of 16, 128
-# own keys, one thread of a Zen 4: 64 x 2048 1.91 | 1.42, 8 x 2048 1.15 | 0.88, 8 x 256 1.02 |
-# 0.93, 2 x 2048 0.92 | 0.90. Not measured on CUDA.
-LEAST_KEYS = 32768
+# A group is formed if it saves at least this many keys, (sequences - 1) x shared keys. The figures
+# are the time of the plain call over that with a prefix, for GQA 32/8, head_dim 128, pages of 16.
+LEAST_KEYS = {
+    # One thread of a Zen 4, 128 own keys, float32 | bfloat16: 64 x 2048 1.91 | 1.42, 8 x 2048 1.15 |
+    # 0.88, 8 x 256 1.02 | 0.93, 2 x 2048 0.92 | 0.90.
+    "cpu": 32_768,
+    # H200, bfloat16, sequences x (shared + own): 64 x (8192 + 512) 3.2, 256 x (1024 + 128) 1.88, 64 x
+    # (2048 + 128) 1.44, 8 x (8192 + 512) 0.66, 8 x (1024 + 128) 0.32, 2 x (8192 + 512) 0.85. These
+    # save 516, 261, 129, 57, 7 and 8 thousand keys.
+    "cuda": 100_000,
+}
 
 # Groups within groups are looked for at this many levels.
 LEVELS = 16
@@ -29,7 +35,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(
-    table: np.ndarray, most: np.ndarray, counts: np.ndarray, block_size: int
+    table: np.ndarray, most: np.ndarray, counts: np.ndarray, block_size: int, device: str = "cpu"
 ) -> Groups | None:
     """The groups of a batch, or None if nothing is worth sharing.
 
@@ -38,7 +44,9 @@ def groups_of(
         most: [B] leading pages of each sequence that every one of its queries sees.
         counts: [B] query tokens of each sequence.
         block_size: tokens of a page.
+        device: the type of the device that holds the pages.
     """
+    least = LEAST_KEYS["cuda" if device == "cuda" else "cpu"]
     alike = _alike(table, most)
     if alike is None:
         return None
@@ -46,7 +54,7 @@ def groups_of(
     starts, pages = [0], list[int]()
     for low, high, common in found:
         keys = common * block_size
-        if keys * (high - low - 1) < LEAST_KEYS or keys < counts[low:high].sum():
+        if keys * (high - low - 1) < least or keys < counts[low:high].sum():
             continue
         if low > starts[-1]:
             starts.append(low)

@@ -257,7 +257,7 @@ class Engine:
             if chunk.ends() and most > 0 and request.answered:
                 chunk.draft = request.ngrams.draft(request.tokens, most)
                 room -= len(chunk.draft)
-        if self.model.shares_prefixes:
+        if chunks and self.model.shares_prefixes([c.count + len(c.draft) for c in chunks]):
             order = self.cache.by_pages([chunk.request.handle for chunk in chunks])
             place = {handle: i for i, handle in enumerate(order)}
             chunks.sort(key=lambda chunk: place[chunk.request.handle])

@@ -107,8 +107,6 @@ class Model:
         self.graph: Captured | None = None  # of the step that began
         self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
-        # Requests that share pages read them once. On CUDA this has not been measured.
-        self.shares_prefixes = self.device.type == "cpu"
         self.width = -(-max_length // cache.block_size)
         self.others: Others | None = None  # the ranks that this one sends its steps to
 
@@ -117,9 +115,19 @@ class Model:
         self.cache.take_copies()
         self.others = others
 
+    def captures(self, counts: list[int]) -> bool:
+        """Whether a step of requests with so many tokens each is a captured graph."""
+        return max(counts) == 1 and len(counts) <= self.captured_batch
+
+    def shares_prefixes(self, counts: list[int]) -> bool:
+        """Whether requests of such a step that share pages read them once. Other ranks have no
+        handles, and so no prefixes. A captured graph would read as many groups as it has requests,
+        each with a table as wide as the model's longest sequence, which has not been measured."""
+        return self.others is None and not self.captures(counts)
+
     def begin(self, handles: list[int], counts: list[int]) -> None:
         cache, longest = self.cache, max(counts)
-        if longest == 1 and len(handles) <= self.captured_batch:
+        if self.captures(counts):
             size = 1 << (len(handles) - 1).bit_length()
             if size not in self.graphs:
                 if self.others is not None:
@@ -146,8 +154,7 @@ class Model:
         arrays = {"table": table.numpy(), "lens": lens.numpy(), "slots": slots.numpy()}
         if longest > 1:
             arrays["starts"] = np.cumsum([0, *counts], dtype=np.int32)
-        # the other ranks have no handles, and so no prefixes
-        shares = self.shares_prefixes and self.others is None
+        shares = self.shares_prefixes(counts)
         self.eager(arrays, longest, cache.shared_prefix(handles, counts) if shares else None)
         if self.others is not None:
             self.sent = Run(0, cache.take_copies(), arrays, longest, [])
