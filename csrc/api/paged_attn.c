@@ -69,12 +69,8 @@ static gk_status check_latent_rows(const gk_io *io, const char *name, const gk_t
 }
 
 /* Checks the caches of latents in 8 bits, GK_PAGED_LATENT_FP8. */
-static gk_status check_latent_caches(const gk_context *ctx, gk_io *io,
-                                     const gk_paged_attn_args *p) {
+static gk_status check_latent_caches(gk_io *io, const gk_paged_attn_args *p) {
     const gk_tensor *q = &p->q, *k_cache = &p->k_cache, *v_cache = &p->v_cache;
-    if (ctx->device != GK_CPU)
-        return gk_fail(GK_ERR_UNSUPPORTED, "latent_format fp8_656 has no kernel on CUDA; keep the "
-                                           "latents in q's dtype there");
     GK_REQUIRE(q->shape[2] == GK_CACHE_HEAD_DIM,
                "q has head_dim %lld, latent_format fp8_656 expects %d", (long long)q->shape[2],
                GK_CACHE_HEAD_DIM);
@@ -132,7 +128,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(gk_check_dims("q", q, 3, "[T, Hq, D]"));
     GK_TRY(gk_check_cache_head_dim("q", ctx->device, q->shape[2]));
     if (p->flags & GK_PAGED_LATENT_FP8)
-        GK_TRY(check_latent_caches(ctx, io, p));
+        GK_TRY(check_latent_caches(io, p));
     else
         GK_TRY(check_caches(ctx, io, "q", q, &p->k_cache, &p->v_cache, false));
     const int64_t tokens = q->shape[0], heads_q = q->shape[1], heads_kv = p->k_cache.shape[2];
@@ -255,8 +251,6 @@ gk_status gk_check_kv_cache_write_latent(const gk_context *ctx, const gk_kv_cach
     GK_TRY(gk_take(io, "slots", &w->slots, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtypes(io, "slots", &w->slots, GK_I64, GK_I32));
     GK_TRY(gk_check_length_of("slots", &w->slots, tokens));
-    if (cache->dtype == GK_U8 && ctx->device != GK_CPU)
-        return gk_fail(GK_ERR_UNSUPPORTED, "cache has dtype uint8, which has no kernel on CUDA");
     GK_TRY(check_written(io, 2));
     if (!gk_reads_contents(io, ctx)) return GK_OK;
     gk_kv_cache_write_args parts = *w;

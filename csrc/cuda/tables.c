@@ -26,8 +26,8 @@ static const gk_cuda_table *const gemm_tables[] = {
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
     gk_flash_attn_fp8_sm80_table;
-extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table,
-    gk_rope_kv_write_sm90a_table;
+extern const gk_cuda_table gk_kv_cache_write_table, gk_kv_cache_write_latent_table,
+    gk_rope_kv_write_table, gk_rope_kv_write_sm90a_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
 extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table,
@@ -57,10 +57,11 @@ extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
 /* The features that an attention call may need and not every table has. */
 enum {
-    PARTIAL = 1,  /* a result or gradients wider than q, or a result that accumulates into out */
-    DROPS = 2,    /* dropout */
-    SCORES = 4,   /* a mask or a bias */
-    INVARIANT = 8 /* the bits of a sequence do not depend on the other sequences of the call */
+    PARTIAL = 1,   /* a result or gradients wider than q, or a result that accumulates into out */
+    DROPS = 2,     /* dropout */
+    SCORES = 4,    /* a mask or a bias */
+    INVARIANT = 8, /* the bits of a sequence do not depend on the other sequences of the call */
+    LATENT_8 = 16  /* a cache of latents in 8 bits */
 };
 
 /* The tables of attention, best first: X(name, needs, allows). A table serves a call whose features
@@ -94,7 +95,8 @@ enum {
     X(paged_latent_sm90a, 0, 0)        \
     X(paged_attn_sm80, 0, 0)           \
     X(paged_attn_f32, 0, 0)            \
-    X(paged_attn_plain, 0, INVARIANT)
+    X(paged_attn_plain, 0, INVARIANT)  \
+    X(paged_latent_fp8, LATENT_8, LATENT_8 | INVARIANT)
 
 #define DECLARED(name, needs, allows) extern const gk_cuda_table gk_##name##_table;
 FLASH_ATTN_FWD(DECLARED)
@@ -154,7 +156,9 @@ NONE(softmax_bwd_sm90a)
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fp8_tables[] = {
     &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
-static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
+/* kv_cache_write would take the bytes of latents for codes */
+static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_latent_table,
+                                                             &gk_kv_cache_write_table};
 static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_sm90a_table,
                                                             &gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
@@ -224,6 +228,7 @@ bool gk_cuda_takes(gk_op op, int table, const void *args) {
         const gk_paged_attn_args *a = args;
         x = &paged_attn_features[table];
         if (a->flags & GK_PAGED_BATCH_INVARIANT) asked |= INVARIANT;
+        if (a->k_cache.dtype == GK_U8) asked |= LATENT_8;
     } else {
         return true;
     }

@@ -32,11 +32,6 @@ FORMAT = dict(latent_format="fp8_656")
 NARROW = (torch.float32, *HALF)
 
 
-@pytest.fixture
-def device():
-    return "cpu"
-
-
 def e4m3(code):
     """The value of a code: sign, 4 bits of exponent with bias 7, 3 bits of fraction."""
     exponent, fraction = code >> 3 & 15, code & 7
@@ -420,6 +415,52 @@ def test_compiled(dynamic, device):
     got = compiled(latents.q, c, k_pe, caches[0])
     assert same_bits(got, attend(latents.q, c, k_pe, caches[1])) and same_bits(*caches)
     assert not same_bits(caches[0], latents.k_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", (10, 40))
+def test_one_graph_serves_other_lengths(pages):
+    """A captured write and the attention that reads it, replayed for other lengths, tables and slots.
+    The table has 12 entries, so that decoded rows have a place by page or by entry."""
+    gen = generator("latent graph", pages)
+    cases = [
+        Latents(gen, (lengths, [2, 2]), 16, 64, torch.bfloat16, "cuda")
+        for lengths in ([300, 90], [150, 220])
+    ]
+    cache = torch.zeros(pages, 64, 1, BYTES, dtype=torch.uint8, device="cuda")
+    table = torch.zeros(2, 6, dtype=torch.int32, device="cuda")
+    q, lens = torch.zeros_like(cases[0].q), torch.zeros_like(cases[0].seq_lens)
+    c, k_pe = (x[:4].clone() for x in written_values(torch.bfloat16, "cuda"))
+    slots = torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def step():
+        torch_gpukern.kv_cache_write_latent(c, k_pe, cache, slots)
+        return torch_gpukern.paged_attn(
+            q, cache, cache[..., :LATENT], table, lens, scale=0.05, return_lse=True, **FORMAT
+        )
+
+    def place(case):
+        cache[:10] = case.k_cache
+        table[:, : case.block_table.shape[1]] = case.block_table
+        q.copy_(case.q)
+        lens.copy_(case.seq_lens)
+        newest = (lens.long()[:, None] + torch.tensor([-2, -1], device="cuda")).flatten()
+        sequence = torch.tensor([0, 0, 1, 1], device="cuda")
+        slots.copy_(table[sequence, newest // 64].long() * 64 + newest % 64)
+
+    place(cases[0])
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for case in (*cases, cases[0]):
+        place(case)
+        graph.replay()
+        place(case)
+        for x, y in zip(got, step(), strict=True):
+            assert same_bits(x, y) and x.isfinite().all()
+    torch_gpukern.check_errors()
 
 
 def test_no_gradient_is_lost(device):

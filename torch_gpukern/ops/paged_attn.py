@@ -103,7 +103,8 @@ def paged_attn(
             block_size, 1, 656], v_cache is ``k_cache[..., :512]``, D is 576 and the result has 512
             columns. A row is 512 codes of float8_e4m3fn, four float32 scales of 128 columns each,
             and 64 bfloat16. `kv_cache_write_latent` writes such rows. They begin at multiples of 16
-            bytes. Neither k_scale nor v_scale is taken. The CPU only.
+            bytes. Neither k_scale nor v_scale is taken. CUDA decodes the rows of the call into its
+            workspace first.
         prefix: keys that sequences of the call share, which are then read once for all of them. The
             result is that of the call without it, but for one rounding to q's dtype of the shared
             part and of the own part. Not beside kv_start. With window_left, alibi_slopes or
@@ -316,10 +317,9 @@ def kv_cache_write_latent(
         k_pe: [T, 1, 64], the part of the keys that carries the rotary position, c's dtype, any
             strides.
         cache: [num_blocks, block_size, 1, 576] of any strides, or uint8 [num_blocks, block_size, 1,
-            656], whose rows are contiguous and begin at multiples of 16 bytes. The CPU alone takes
-            uint8. Written in place.
-        slots: [T] int64 or int32. Tokens with a negative slot are skipped. slots must not share
-            memory with the cache.
+            656], whose rows are contiguous and begin at multiples of 16 bytes. Written in place.
+        slots: [T] int64 or int32. Tokens with a negative slot are skipped. On CUDA a row is
+            undefined if two tokens have its slot. slots must not share memory with the cache.
 
     There is no gradient: if grad mode is on and an input requires one, the call raises
     NotImplementedError. Autocast casts nothing.
