@@ -153,6 +153,7 @@ def test_bad_pages(device):
             call(paged)
         return
     out, lse = call(paged)
+    torch.cuda.synchronize()
     with pytest.raises(IndexError, match="block_table"):
         torch_gpukern.check_errors()
     keys = paged.keys[0]

@@ -350,6 +350,7 @@ def test_bad_slots(device):
             assert not cache.any()
         else:
             torch_gpukern.kv_cache_write_latent(c, k_pe, cache, slots)
+            torch.cuda.synchronize()
             with pytest.raises(IndexError, match="slot"):
                 torch_gpukern.check_errors()
             assert cache[0].any() and not cache[1].any()
@@ -363,6 +364,7 @@ def test_bad_pages(device):
             call(latents)
         return
     out, lse = call(latents)
+    torch.cuda.synchronize()
     with pytest.raises(IndexError, match="block_table"):
         torch_gpukern.check_errors()
     latents.keys[0] = torch.cat([latents.keys[0][:128], latents.keys[0][192:]])
