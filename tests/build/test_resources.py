@@ -205,6 +205,8 @@ def hopper_tiles():
 # an M for wgmma
 WITHOUT_PRODUCTS = (
     "realign_",
+    "lift_keys_",
+    "prepare_distances_",
     "transpose_",
     "relay_",
     "quantize_",
@@ -226,8 +228,9 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
     BM / 64) between one fence and one wait, and no others.
 
     tf32 has half as much of k. With swap-AB and fragments from registers, each of the four products
-    has its own fence and wait. Copies (realign, transpose, relay), quantize and operations along
-    rows multiply nothing. Paged attention multiplies 8 or 16 rows by mma.sync.
+    has its own fence and wait. Copies (realign, lift_keys, prepare_distances, transpose, relay),
+    quantize and operations along rows multiply nothing. Paged attention multiplies 8 or 16 rows by
+    mma.sync.
     """
     found = {
         n: r

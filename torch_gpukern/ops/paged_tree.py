@@ -220,6 +220,15 @@ def _common_lens(tokens: _Tokens, given: dict[str, Any]) -> Tensor:
     return torch.where(lens > _capacity(given), lens, common).int()
 
 
+def _starts_are_wrong(given: dict[str, Any]) -> Tensor | bool:
+    """Whether cu_seqlens_q holds what paged_attn reports: one bool on the device."""
+    if (starts := given["cu_seqlens_q"]) is None:
+        return False
+    counts = starts[1:] - starts[:-1]
+    bad = ((counts < 0) | (counts > given["max_seqlen_q"])).any()
+    return bad | (starts[0] != 0) | (starts[-1] > given["q"].shape[0])
+
+
 def _capacity(given: dict[str, Any]) -> int:
     return given["block_table"].shape[1] * given["k_cache"].shape[1]
 
@@ -356,9 +365,10 @@ def _with_alibi(
 
     # The query stands at the last old key here, place + 1 before its position.
     lens = _common_lens(tokens, given)[sequence]
-    lens = torch.where((visible & ~pool.valid[sequence]).any(1), _capacity(given) + 1, lens).int()
     if tokens.owned is not None:
         lens = lens * tokens.owned
+    wrong = (visible & ~pool.valid[sequence]).any(1) | _starts_are_wrong(given)
+    lens = torch.where(wrong, _capacity(given) + 1, lens).int()  # which the call reports
     start = _common_start(tokens, given)
     out, lse = op.call_named(
         q=q,
