@@ -43,7 +43,11 @@ function(gk_c_options target)
     list(APPEND c_options -Werror)
   endif()
   if(target IN_LIST gk_unreached)
-    list(APPEND c_options -O0)
+    if(GPUKERN_SANITIZE)
+      list(APPEND c_options -O0)
+    else() # gcc finds some of its warnings by -O1 and more
+      list(APPEND c_options -O1)
+    endif()
   elseif(GPUKERN_SANITIZE)
     list(APPEND c_options -DGK_SANITIZED -fsanitize=${GPUKERN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
     if(CMAKE_C_COMPILER_ID MATCHES "Clang") # an unrolled loop repeats its checks: three times the compiler's time
