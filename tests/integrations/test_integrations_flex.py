@@ -109,6 +109,21 @@ def test_changes_of_scores():
         flex_attention(q, k, v, lambda s, b, h, i, j: s)
 
 
+@pytest.mark.skipif(not hasattr(flex, "AuxRequest"), reason="torch has no return_aux")
+def test_return_aux():
+    """FlexAttention's newer name for return_lse."""
+    q, k, v = tensors()
+    for request in (flex.AuxRequest(), flex.AuxRequest(lse=True)):
+        want = flex.flex_attention(q, k, v, return_aux=request)
+        got = flex_attention(q, k, v, return_aux=request)
+        torch.testing.assert_close(got, want)
+        assert type(got[1]) is flex.AuxOutput
+    with pytest.raises(ValueError, match="requests max_scores"):
+        flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True))
+    with pytest.raises(ValueError, match="return_lse and return_aux are given"):
+        flex_attention(q, k, v, return_lse=True, return_aux=flex.AuxRequest())
+
+
 def test_an_attn_mask_is_taken():
     q, k, v = tensors()
     mask = torch.ones(300, 300).tril().bool()

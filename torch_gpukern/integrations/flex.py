@@ -114,7 +114,8 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_aux: Any = None,
+) -> Any:
     """torch.nn.attention.flex_attention.flex_attention by `flash_attn`.
 
     Args:
@@ -123,12 +124,27 @@ def flex_attention(
         block_mask: None, a BlockMask, or an `AttnMask`.
         scale: as in `flash_attn`.
         enable_gqa: whether key and value may have fewer heads than query.
-        return_lse: also return lse [B, Hq, Sq], natural logarithms.
+        return_lse: also return lse [B, Hq, Sq], natural logarithms. FlexAttention's newer name for
+            it is return_aux.
         kernel_options: ignored; they choose among FlexAttention's own kernels.
+        return_aux: None, or an AuxRequest: also return an AuxOutput, whose lse is that of
+            return_lse. Its max_scores is refused.
 
     Raises:
-        ValueError: a score_mod that this module did not make; fewer heads of key without enable_gqa.
+        ValueError: a score_mod that this module did not make; fewer heads of key without
+            enable_gqa; return_lse beside return_aux; a request of max_scores.
     """
+    if return_aux is not None:
+        if return_lse:
+            raise ValueError(
+                f"{NAMESPACE}::flex_attention: return_lse and return_aux are given; pass "
+                "return_aux=AuxRequest(lse=True) alone"
+            )
+        if return_aux.max_scores:
+            raise ValueError(
+                f"{NAMESPACE}::flex_attention: return_aux requests max_scores, which flash_attn "
+                "does not keep; request lse alone"
+            )
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ValueError(
             f"{NAMESPACE}::flex_attention: score_mod must be None, alibi(slopes), softcap(x) or "
@@ -143,6 +159,13 @@ def flex_attention(
     if block_mask is not None and not isinstance(block_mask, AttnMask):
         block_mask = mask_of(block_mask)
     changes = score_mod.arguments if score_mod is not None else {}
-    return flash_attn(
-        query, key, value, scale=scale, attn_mask=block_mask, return_lse=return_lse, **changes
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    got = flash_attn(
+        query, key, value, scale=scale, attn_mask=block_mask, return_lse=wants_lse, **changes
     )
+    if return_aux is None:
+        return got
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    out, lse = got if wants_lse else (got, None)
+    return out, AuxOutput(lse=lse)
