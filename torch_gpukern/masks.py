@@ -329,6 +329,14 @@ def attn_mask_blocks(
         is_bits = mask.dtype is torch.uint8
         given["mask"] = mask if is_bits else mask.view(torch.uint8)
     every = {"first": num, **given}
-    heads = torch.broadcast_shapes(*(x.shape[:2] for x in every.values()))
+    heads = [max(x.shape[i] for x in every.values()) for i in (0, 1)]
+    for argument, x in every.items():
+        if any(size not in (1, most) for size, most in zip(x.shape[:2], heads, strict=True)):
+            argument = "kv_num_blocks" if argument == "first" else argument
+            raise _fail(
+                name,
+                f"{argument} is of {x.shape[0]} sequences and {x.shape[1]} heads, expected 1 or "
+                f"{heads[0]} and 1 or {heads[1]}, as in the other lists",
+            )
     every = {n: x.expand(*heads, *x.shape[2:]) for n, x in every.items()}
     return _made("blocks", every.pop("first"), seq_q, seq_k, is_bits=is_bits, **every)
