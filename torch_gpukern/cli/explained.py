@@ -426,6 +426,11 @@ def _default_dtype(call: Call, gpu: bool) -> str:
     return "bfloat16" if gpu and "bfloat16" in call.dtypes else next(iter(call.dtypes))
 
 
+def _microseconds(us: float) -> str:
+    """A time with one digit behind the point, or with two digits that are not 0 if it is below 1."""
+    return f"{us:.1f}" if us >= 1 else f"{us:.2g}"
+
+
 def run(args: argparse.Namespace) -> int:
     args.dtype = args.dtype or _default_dtype(
         CALLS[args.op], bool(args.arch) or not args.device.startswith("cpu")
@@ -458,7 +463,7 @@ def run(args: argparse.Namespace) -> int:
         ("instruction set", x["isa"] + (f" ({why})" if why else "")),
         ("tile", tiles or "none"),
         ("tasks", x["tasks"]),
-        ("chunks of the keys", x["chunks"]),
+        *([("chunks of the keys", x["chunks"])] if "BKV" in CALLS[args.op].tiles else []),
         ("bytes", f"{x['bytes']:,.0f}"),
         ("FLOPs", f"{x['flops']:,.0f}"),
         ("FLOPs per byte", f"{x['flops'] / x['bytes']:.1f}" if x["bytes"] else "0"),
@@ -466,7 +471,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     if x["bound_us"]:
         rows += [("waves", f"{x['waves']:.2f}" if x["waves"] else "unknown without the GPU")]
-        rows += [("no faster than", f"{x['bound_us']:.1f} us")]
+        rows += [("no faster than", f"{_microseconds(x['bound_us'])} us")]
     if us is not None:
         beside = f", {us / x['bound_us']:.2f} of that bound" if x["bound_us"] else ""
         rates = f"{x['flops'] / us / 1e3:,.1f} GFLOP/s, {x['bytes'] / us / 1e3:,.1f} GB/s"
