@@ -74,12 +74,12 @@ def ratio(file, op, keep=lambda row: True):
 
 
 def attention(direction, head_dim):
-    """Sequences of 1k to 16k on the H100."""
+    """Sequences of 1k to 16k on the H200."""
 
     def keep(row):
         return row["label"].startswith(f"d{head_dim} ") and not row["label"].endswith(" S512")
 
-    return ratio(H100, "flash_attn", lambda row: row["group"].startswith(direction) and keep(row))
+    return ratio(H200, "flash_attn", lambda row: row["group"].startswith(direction) and keep(row))
 
 
 def of_bf16(recipe):
@@ -107,10 +107,11 @@ def of_cpu(start):
 FIGURES = {
     "attention forward": [attention("forward", head_dim) for head_dim in (64, 128, 256)],
     "attention backward": [attention("backward", head_dim) for head_dim in (64, 128, 256)],
+    "attention with a mask": [ratio(H200, "attn_masks", of_group(name)) for name in ("forward", "backward")],
     "FP8 attention": [ratio(H200, "flash_attn_fp8", of_group(f"{mask} d128, fast")) for mask in ("full", "causal")],
     "products": [ratio(H200, "gemm", of_group("square bf16")), ratio(H200, "gemm", of_group("tall bf16")),
                  ratio(H100, "gemm_random_80808")],
-    "decoding over": [ratio(H200, "paged_attn"), ratio(H100, "paged_attn")],
+    "decoding over": [ratio(H200, "paged_attn", of_group("decode")), ratio(H100, "paged_attn")],
     "six models": [ratio(H100, "transformers", of_sdpa(step)) for step in ("prefill", "training")],
     "decoding with 4-bit": list(of_bf16("w4")),
     "mixtures": [ratio(H200, "moe", of_group(name)) for name in ("forward", "forward and backward")],
