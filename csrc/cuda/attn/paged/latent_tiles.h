@@ -17,8 +17,8 @@ struct latent_tiles {
     /* The smallest weight of a share, in chunks. The merge of smaller ones would take longer than
      * their products. */
     static constexpr int least = 4;
-    /* If a tile has more splits than this, the four teams of a merge block divide the splits of one
-     * row among them. Otherwise each team takes a row. */
+    /* If a tile has more splits than this, the 16 warps of a merge block divide the splits of a
+     * quarter of a row. Otherwise each warp adds all splits of its columns. */
     static constexpr int many_splits = 8;
     /* blocks of the merge on each SM */
     static constexpr int merge_blocks = 2;

@@ -157,23 +157,32 @@ __global__ void __launch_bounds__(LATENT_THREADS, 1)
 }
 
 /* ---- 3. the merge ---------------------------------------------------------------------------- */
-/* The number of blocks does not depend on the batch. A block has four teams of 128 threads. A task
- * is four rows of a tile that was split, one for each team. If the tile has more than many_splits
- * splits, a task is one row, and the teams divide its splits. */
-constexpr int MERGE_TEAM = LATENT_DIM_V / 4, MERGE_TEAMS = 4, MERGE_THREADS = 512;
-constexpr int MERGE_WORKERS = 160; /* the most workers: five for each lane of a warp */
+/* The number of blocks does not depend on the batch. A task is the work of a block's 16 warps. If a
+ * tile has few splits, a warp adds all splits of one, two or four quarters of a row, so that it has
+ * eight loads in flight. If it has more than many_splits, the task is a quarter of one row, and
+ * each warp adds every 16th split. */
+constexpr int MERGE_WARPS = 16, MERGE_THREADS = MERGE_WARPS * 32;
+constexpr int MERGE_QUARTER = LATENT_DIM_V / 4; /* columns: four for each lane */
+constexpr int MERGE_WORKERS = 160;              /* the most workers: five for each lane of a warp */
 
 struct LatentMerge {
-    float4 sums[MERGE_TEAMS - 1][MERGE_TEAM];
-    float total[MERGE_TEAMS - 1];
+    float4 sums[MERGE_WARPS - 1][MERGE_QUARTER / 4];
+    float total[MERGE_WARPS - 1];
     LatentRecord records[MERGE_WORKERS];
     unsigned enders[MERGE_WORKERS / 32]; /* one bit for each worker whose record has `ends` */
     int last[MERGE_WORKERS];             /* the worker that ends the tile that worker i begins */
     int first_task[MERGE_WORKERS + 1];   /* first task of the tile that worker i begins */
 };
 
+/* Quarters of a row that a warp takes; 0: the warps divide the splits. */
+__device__ __forceinline__ int quarters_of(int splits) {
+    constexpr int most = latent_tiles::many_splits;
+    return splits <= most / 4 ? 4 : splits <= most / 2 ? 2 : splits <= most ? 1 : 0;
+}
+
 __device__ __forceinline__ int tasks_of(int rows, int splits) {
-    return splits > latent_tiles::many_splits ? rows : (rows + MERGE_TEAMS - 1) / MERGE_TEAMS;
+    const int quarters = quarters_of(splits), rows_at_once = MERGE_WARPS / 4 * quarters;
+    return quarters ? (rows + rows_at_once - 1) / rows_at_once : rows * 4;
 }
 
 /* Finds the tiles that were split and numbers their tasks. All threads. */
@@ -217,68 +226,150 @@ __device__ __forceinline__ void find_tasks(const LatentParams &a, LatentMerge &m
     __syncthreads(); /* the tasks are numbered */
 }
 
+/* A tile that was split. Worker `first` begins it. */
+struct LatentSplits {
+    const LatentParams &a;
+    LatentRecord record;
+    int first, count;
+
+    /* where a row of a split is in sums and stats */
+    __device__ __forceinline__ int64_t at(int split, int row) const {
+        const int half = split == 0; /* half 1 of a worker is the split that begins a tile */
+        return ((int64_t)((first + split) * 2 + half) * a.side + row / LATENT_ROWS) * LATENT_ROWS +
+               row % LATENT_ROWS;
+    }
+};
+
+/* Some quarters of a row, summed over some of its splits. peak: the row's maximum, in log2. */
+template <int QUARTERS> struct LatentSums {
+    float4 sums[QUARTERS];
+    float total, peak;
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int j = 0; j < QUARTERS; ++j) sums[j] = make_float4(0, 0, 0, 0);
+        total = 0;
+        peak = -INFINITY;
+    }
+
+    /* Adds COUNT splits from `from` on, in steps of `step`. All loads are issued before the first
+     * value is used. quad: the lane's four columns of the first quarter. KNOWN: peak is known;
+     * otherwise these are all splits of the row, and peak is theirs. */
+    template <int COUNT, bool KNOWN>
+    __device__ __forceinline__ void add(const LatentSplits &x, int row, int from, int step,
+                                        int quad) {
+        float2 stats[COUNT];
+        float4 y[COUNT][QUARTERS];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int split = from + i * step;
+            const int64_t at = x.at(split, row);
+            stats[i] = make_float2(-INFINITY, 0);
+            if (split < x.count) stats[i] = x.a.stats[at];
+#pragma unroll
+            for (int j = 0; j < QUARTERS; ++j) {
+                y[i][j] = make_float4(0, 0, 0, 0);
+                if (split < x.count)
+                    y[i][j] = ((const float4 *)(x.a.sums + at * LATENT_DIM_V))[quad + 32 * j];
+            }
+        }
+#pragma unroll
+        for (int i = 0; !KNOWN && i < COUNT; ++i) peak = fmaxf(peak, stats[i].x);
+        const float base = peak == -INFINITY ? 0.f : peak;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float factor = ex2_approx_ftz(stats[i].x - base);
+            total += factor * stats[i].y;
+#pragma unroll
+            for (int j = 0; j < QUARTERS; ++j) add_4(sums[j], y[i][j], factor);
+        }
+    }
+
+    template <class T>
+    __device__ __forceinline__ void write(const LatentSplits &x, int row, int quad) const {
+        const Paged &p = x.a.p;
+        const int64_t to = x.record.first_row + row;
+        const RowResult f = finish(p, (int)(to % p.heads_q), peak * LN_2, total);
+#pragma unroll
+        for (int j = 0; j < QUARTERS; ++j)
+            store_4<T>((T *)p.out + to * LATENT_DIM_V + (quad + 32 * j) * 4, sums[j], f.factor);
+        if (quad == 0 && p.lse) ((float *)p.lse)[to] = f.lse;
+    }
+};
+
+/* A task of a tile with few splits: each warp merges QUARTERS quarters of a row. */
+template <class T, int QUARTERS>
+__device__ __forceinline__ void merge_few(const LatentSplits &x, int task) {
+    constexpr int warps_of_row = 4 / QUARTERS;
+    const int warp = threadIdx.x / 32;
+    const int row = (task * MERGE_WARPS + warp) / warps_of_row;
+    const int quad = warp % warps_of_row * QUARTERS * 32 + threadIdx.x % 32;
+    if (row >= x.record.rows) return;
+    LatentSums<QUARTERS> all;
+    all.begin();
+    all.template add<latent_tiles::many_splits / QUARTERS, false>(x, row, 0, 1, quad);
+    all.template write<T>(x, row, quad);
+}
+
+/* A task of a tile with many splits: the warps divide the splits of a quarter of a row. */
 template <class T>
-__global__ void __launch_bounds__(MERGE_THREADS) paged_latent_merge_kernel(const LatentParams a) {
+__device__ __forceinline__ void merge_many(const LatentSplits &x, int task, LatentMerge &shared) {
+    constexpr int at_once = 5;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = task / 4, quad = task % 4 * 32 + lane;
+    LatentSums<1> all;
+    all.begin();
+#pragma unroll
+    for (int i = 0; i < MERGE_WORKERS / 32; ++i)
+        if (lane + 32 * i < x.count)
+            all.peak = fmaxf(all.peak, x.a.stats[x.at(lane + 32 * i, row)].x);
+    all.peak = warp_max(all.peak);
+#pragma unroll 1
+    for (int from = warp; from < x.count; from += MERGE_WARPS * at_once)
+        all.template add<at_once, true>(x, row, from, MERGE_WARPS, quad);
+    if (warp > 0) {
+        shared.sums[warp - 1][lane] = all.sums[0];
+        if (lane == 0) shared.total[warp - 1] = all.total;
+    }
+    __syncthreads(); /* the warps' sums are written */
+    if (warp == 0) {
+#pragma unroll
+        for (int other = 0; other < MERGE_WARPS - 1; ++other) {
+            add_4(all.sums[0], shared.sums[other][lane], 1);
+            all.total += shared.total[other];
+        }
+        all.template write<T>(x, row, quad);
+    }
+    __syncthreads(); /* the warps' sums are read */
+}
+
+template <class T>
+__global__ void __launch_bounds__(MERGE_THREADS, latent_tiles::merge_blocks)
+    paged_latent_merge_kernel(const LatentParams a) {
     __shared__ LatentMerge shared;
     griddepcontrol_wait();
-    const Paged &p = a.p;
     const int blocks = (int)gridDim.x - a.token_blocks;
     if ((int)blockIdx.x >= blocks) {
-        clear_unowned_token<T>(p, ((int)blockIdx.x - blocks) * (MERGE_THREADS / 32) +
-                                      (int)threadIdx.x / 32);
+        clear_unowned_token<T>(a.p,
+                               ((int)blockIdx.x - blocks) * MERGE_WARPS + (int)threadIdx.x / 32);
         return;
     }
     find_tasks(a, shared);
-    const int quad = threadIdx.x % MERGE_TEAM, team = threadIdx.x / MERGE_TEAM;
-    const int lane = threadIdx.x % 32;
-    int w = 0; /* the worker that begins the tile */
     for (int task = blockIdx.x; task < shared.first_task[MERGE_WORKERS]; task += blocks) {
-        while (shared.first_task[w + 1] <= task) ++w;
-        const LatentRecord record = shared.records[w];
-        const int last = shared.last[w];
-        const bool many = last - w + 1 > latent_tiles::many_splits;
-        const int in_task = task - shared.first_task[w];
-        const int row = many ? in_task : in_task * MERGE_TEAMS + team;
-        const bool there = row < record.rows;
-        const auto at = [&](int split) {
-            const int half = split == w; /* split 1 of a worker is the one that begins a tile */
-            return ((int64_t)(split * 2 + half) * a.side + row / LATENT_ROWS) * LATENT_ROWS +
-                   row % LATENT_ROWS;
-        };
-        float4 sums = make_float4(0, 0, 0, 0);
-        float total = 0, peak = -INFINITY;
-        if (there) {
-            for (int split = w + lane; split <= last; split += 32)
-                peak = fmaxf(peak, a.stats[at(split)].x);
-            peak = warp_max(peak);
-            const float base = peak == -INFINITY ? 0.f : peak;
-#pragma unroll 8
-            for (int split = w + (many ? team : 0); split <= last;
-                 split += many ? MERGE_TEAMS : 1) {
-                const float2 stats = a.stats[at(split)];
-                const float factor = ex2_approx_ftz(stats.x - base);
-                total += factor * stats.y;
-                add_4(sums, ((const float4 *)(a.sums + at(split) * LATENT_DIM_V))[quad], factor);
-            }
-        }
-        if (many) {
-            if (team > 0) {
-                shared.sums[team - 1][quad] = sums;
-                if (quad == 0) shared.total[team - 1] = total;
-            }
-            __syncthreads(); /* the teams' sums are written */
-            if (team == 0)
-                for (int other = 0; other < MERGE_TEAMS - 1; ++other) {
-                    add_4(sums, shared.sums[other][quad], 1);
-                    total += shared.total[other];
-                }
-            __syncthreads(); /* the teams' sums are read */
-        }
-        if (!there || (many && team > 0)) continue;
-        const int64_t to = record.first_row + row;
-        const RowResult f = finish(p, (int)(to % p.heads_q), peak * LN_2, total);
-        store_4<T>((T *)p.out + to * LATENT_DIM_V + quad * 4, sums, f.factor);
-        if (quad == 0 && p.lse) ((float *)p.lse)[to] = f.lse;
+        int w = 0; /* the worker that begins the tile: the last one with first_task[w] <= task */
+#pragma unroll
+        for (int step = 128; step > 0; step /= 2)
+            if (w + step < MERGE_WORKERS && shared.first_task[w + step] <= task) w += step;
+        const LatentSplits x = {a, shared.records[w], w, shared.last[w] - w + 1};
+        const int in_tile = task - shared.first_task[w], quarters = quarters_of(x.count);
+        if (quarters == 4)
+            merge_few<T, 4>(x, in_tile);
+        else if (quarters == 2)
+            merge_few<T, 2>(x, in_tile);
+        else if (quarters == 1)
+            merge_few<T, 1>(x, in_tile);
+        else
+            merge_many<T>(x, in_tile, shared);
     }
 }
 
@@ -382,7 +473,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.stats = (float2 *)((char *)workspace + own.records_bytes);
     x.sums = (float *)((char *)x.stats + own.stats_bytes);
     const int merges = gk_gpu_of(ctx->index)->num_sms * latent_tiles::merge_blocks;
-    x.token_blocks = x.p.cu_q ? (int)gk_ceil_div(x.p.tokens, MERGE_THREADS / 32) : 0;
+    x.token_blocks = x.p.cu_q ? (int)gk_ceil_div(x.p.tokens, MERGE_WARPS) : 0;
     const TensorShape cache = cache_shape(a->k_cache), q = q_shape(a->q, own.q_flat);
     const int q_panels = own.q_box == 64 ? 3 : 1; /* of a box */
     gk_status status = make_tensor_map(op, q, wgmma_box(2, own.q_box, q_panels), &x.q);
