@@ -97,6 +97,26 @@ def test_forward(case, device):
 
 
 @pytest.mark.parametrize(
+    "lengths, heads",
+    (
+        ((2400,), 16),  # more splits than a warp adds at once
+        ((640,) * 3, 16),
+        ((640,) * 2, 128),
+        ((1000, 700, 1020, 960), 16),  # nearly equal: each is cut into as many parts
+        ((1500, 3, 0, 64), 16),  # not equal: shares of one list
+        ((130,) * 12, 16),  # whole sequences
+    ),
+    ids=str,
+)
+def test_split_sequences(lengths, heads, device):
+    """The ways in which the Hopper kernel divides the keys, with and without a merge."""
+    gen = generator("latent splits", lengths, heads)
+    batch = list(lengths), [1] * len(lengths)
+    paged = latent(gen, batch, heads, 64, torch.bfloat16, device)
+    check_paged(paged, *call(paged, ragged=False), {})
+
+
+@pytest.mark.parametrize(
     "kwargs",
     (
         dict(is_causal=False),

@@ -7,12 +7,16 @@
  * with all the keys that it sees is a tile. Keys are read in chunks of 64.
  *
  * All tiles form one list. A tile's weight in it is its number of chunks plus tile_cost. Each
- * worker takes a share of the list, of one of two kinds:
+ * worker takes a share of the list, of one of three kinds:
  *
- *   whole tiles  if that takes at most `slack` chunks longer than equal shares. Then no tile is
- *                split, and nothing is merged.
- *   equal parts  otherwise. A boundary within `snap` chunks of a tile's end moves to that end,
- *                because a split of a few chunks costs more than it gains in balance.
+ *   whole tiles    if that takes at most `slack` chunks longer than equal shares. Then no tile is
+ *                  split, and nothing is merged.
+ *   parts of tiles if the tiles are of nearly equal length and no more than the workers. Each tile
+ *                  is cut into the same number of equal parts, and a worker takes one part.
+ *   equal shares   otherwise. A boundary within `snap` chunks of a tile's end moves to that end,
+ *                  because a split of a few chunks costs more than it gains in balance.
+ *
+ * A block reads two chunks at a time, so tiles are split between pairs of chunks only.
  *
  * A worker that has a whole tile writes out. Otherwise it writes a split (O, maximum and sum) and a
  * record to the workspace, and a second kernel (paged_latent_sm90a.cu) merges the splits in order.
@@ -72,25 +76,27 @@ __device__ __forceinline__ LatentWork latent_work(const LatentParams &a, const P
 }
 
 /* ---- 2. a worker's share --------------------------------------------------------------------- */
-/* The range [lo, hi) of the list, counted in chunks, or in tiles if the share is whole tiles. Tile
- * (b, group) begins at `at` <= lo. */
+/* The range [lo, hi) of the list, counted in chunks, or in tiles if by_tile. Tile (b, group) begins
+ * at `at` <= lo. by_tile: the worker takes part `part` of `parts` of each of its tiles. */
 struct LatentShare {
     int b, group, at, lo, hi;
-    bool whole;
+    bool by_tile;
+    int part, parts;
 };
 
-/* Moves boundary x to the beginning or the end of its tile, if that is near. The tile begins at
- * chunk `at` of the list. */
+/* Moves boundary x to the beginning or the end of its tile, if that is near, otherwise to the
+ * beginning of a pair of chunks. The tile begins at chunk `at` of the list. */
 __device__ __forceinline__ int latent_snap(int x, int at, int weight) {
     const int before = x - at - latent_tiles::tile_cost, after = at + weight - x;
     if (before <= latent_tiles::snap) return at;
-    return after <= latent_tiles::snap ? at + weight : x;
+    return after <= latent_tiles::snap ? at + weight : x - before % 2;
 }
 
 /* How the list is divided. */
 struct LatentDivision {
-    int total, workers; /* chunks (whole: tiles) of the list; workers that get a share */
-    bool whole;         /* shares are whole tiles */
+    int total, workers; /* chunks (by_tile: tiles) of the list; workers that get a share */
+    bool by_tile;       /* shares are whole tiles, or parts of tiles */
+    int parts;          /* of each tile, if by_tile */
 };
 
 /* weight: of all tiles. most, least: the largest and the smallest weight of a tile. */
@@ -99,12 +105,21 @@ __device__ __forceinline__ LatentDivision latent_divide(int weight, int tiles, i
     typedef latent_tiles tuned;
     const int each = weight / workers + tuned::slack;
     const int together = tiles ? (tiles + workers - 1) / workers : 1; /* tiles of a worker */
-    if (together * most <= each) return {tiles, (tiles + together - 1) / together, true};
-    /* If tiles are of nearly equal length, each gets the same number of workers, so that no worker
-     * has splits of two tiles. */
-    const int aligned = tiles < workers ? workers / tiles * tiles : workers;
-    if (most - least <= tuned::slack && weight / aligned <= each) workers = aligned;
-    return {weight, max(1, min(workers, weight / tuned::least)), false};
+    if (together * most <= each) return {tiles, (tiles + together - 1) / together, true, 1};
+    const int most_parts = workers / tiles;
+    if (most_parts > 0 && most - least <= tuned::slack && weight / (most_parts * tiles) <= each) {
+        const int chunks = least - tuned::tile_cost; /* of the shortest tile */
+        const int parts = max(1, min(most_parts, (chunks + 1) / tuned::least));
+        return {tiles, tiles * parts, true, parts};
+    }
+    return {weight, max(1, min(workers, weight / tuned::least)), false, 1};
+}
+
+/* The first chunk of a part of a tile. It is even. A tile has at least as many pairs as parts, so
+ * no part is empty. */
+__device__ __forceinline__ int latent_part(int chunks, int part, int parts) {
+    const int pairs = (chunks + 1) / 2, each = pairs / parts;
+    return 2 * (each * part + min(part, pairs - each * parts)); /* the first parts have one more */
 }
 
 /* Finds the share of a worker. One warp. */
@@ -130,8 +145,11 @@ __device__ __forceinline__ void latent_plan(const LatentParams &a, int worker, L
     const int64_t total = division.total;
     const bool any = worker < division.workers && tiles > 0;
     const int lo = any ? (int)(total * worker / division.workers) : (int)total;
-    const int hi = any ? (int)(total * (worker + 1) / division.workers) : (int)total;
-    if (lane == 0) *out = {p.batch, 0, (int)total, (int)total, (int)total, division.whole};
+    const int end = any ? (int)(total * (worker + 1) / division.workers) : (int)total;
+    const int parts = division.parts, hi = any && parts > 1 ? lo + 1 : end;
+    if (lane == 0)
+        *out = {p.batch,        0,    (int)total, (int)total, (int)total, division.by_tile,
+                worker % parts, parts};
     __syncwarp(); /* the empty share is stored; what is found below overwrites it */
     if (!any) return;
 
@@ -141,7 +159,7 @@ __device__ __forceinline__ void latent_plan(const LatentParams &a, int worker, L
         const int b = b0 + lane;
         LatentWork w = {};
         if (b < p.batch) w = latent_work(a, paged_sequence(p, b));
-        const int of_tile = division.whole ? 1 : w.weight(), its = w.groups * of_tile;
+        const int of_tile = division.by_tile ? 1 : w.weight(), its = w.groups * of_tile;
         int upto = its;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -154,11 +172,11 @@ __device__ __forceinline__ void latent_plan(const LatentParams &a, int worker, L
             out->b = b;
             out->group = group;
             out->at = at;
-            out->lo = division.whole ? lo : latent_snap(lo, at, of_tile);
+            out->lo = division.by_tile ? lo : latent_snap(lo, at, of_tile);
         }
         if (hi >= first && hi < first + its) {
             const int at = first + (hi - first) / of_tile * of_tile;
-            out->hi = division.whole ? hi : latent_snap(hi, at, of_tile);
+            out->hi = division.by_tile ? hi : latent_snap(hi, at, of_tile);
         }
         before += __shfl_sync(0xffffffffu, upto, 31);
     }
@@ -185,7 +203,9 @@ __device__ __forceinline__ void each_latent_tile(const LatentParams &a, const La
     int at = __shfl_sync(0xffffffffu, share.at, 0);
     const int lo = __shfl_sync(0xffffffffu, share.lo, 0),
               hi = __shfl_sync(0xffffffffu, share.hi, 0);
-    const bool whole = share.whole;
+    const bool by_tile = share.by_tile;
+    const int part = __shfl_sync(0xffffffffu, share.part, 0),
+              parts = __shfl_sync(0xffffffffu, share.parts, 0);
 #pragma unroll 1
     for (; at < hi && b < a.p.batch; ++b, group = 0) {
         LatentTile x;
@@ -197,10 +217,11 @@ __device__ __forceinline__ void each_latent_tile(const LatentParams &a, const La
 #pragma unroll 1
         for (; group < groups && at < hi; ++group) {
             x.group = group;
-            x.t0 = whole ? 0 : max(0, lo - at - cost);
-            x.t1 = whole ? x.w.chunks : min(x.w.chunks, hi - at - cost);
+            x.t0 = by_tile ? latent_part(x.w.chunks, part, parts) : max(0, lo - at - cost);
+            x.t1 = min(x.w.chunks,
+                       by_tile ? latent_part(x.w.chunks, part + 1, parts) : hi - at - cost);
             if (x.t1 > x.t0 || (x.w.chunks == 0 && at >= lo)) f(x);
-            at += whole ? 1 : x.w.weight();
+            at += by_tile ? 1 : x.w.weight();
         }
     }
 }

@@ -14,8 +14,8 @@ struct latent_tiles {
     static constexpr int slack = 6;
     /* a boundary of shares moves to a tile's end that is at most this many chunks away */
     static constexpr int snap = 2;
-    /* The smallest weight of a share, in chunks. The merge of smaller ones would take longer than
-     * their products. */
+    /* The smallest share, in chunks. The merge of smaller ones would take longer than their
+     * products. */
     static constexpr int least = 4;
     /* If a tile has more splits than this, the 16 warps of a merge block divide the splits of a
      * quarter of a row. Otherwise each warp adds all splits of its columns. */
