@@ -40,34 +40,59 @@ __device__ __forceinline__ void write_no_keys(const LatentParams &a, const Laten
     }
 }
 
-/* Writes columns 256 W .. 256 W + 255 of a tile's rows: to out and lse if the worker has the whole
- * tile, otherwise to its split. sum: the sums of a thread's two rows. */
-template <class T, int W>
-__device__ __forceinline__ void
-write_rows(const LatentParams &a, const LatentTile &x, const LatentRows &rows, int worker, int rank,
-           const float (&o)[128], const float (&m)[2], const float (&sum)[2]) {
-    const int pair = threadIdx.x % 4; /* the thread's columns are 8 n + 2 pair and the next one */
-    const int split = ((worker * 2 + (x.t0 == 0)) * a.side + rank) * LATENT_ROWS;
+/* Transposes a 4 x 4 matrix of words. Lane i of each quad holds column i before, and row i after.
+ */
+__device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
+    const bool odd = threadIdx.x % 2, high = threadIdx.x % 4 / 2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        if (rows.at[r] >= rows.left) continue;
-        if (x.whole()) {
-            const int in_sequence = rows.in_sequence + rows.at[r];
-            const int64_t at = (int64_t)x.s.q0 * a.p.heads_q + in_sequence;
-            const RowResult f = finish(a.p, in_sequence % a.p.heads_q, m[r] * LN_2, sum[r]);
-            uint32_t *const out = (uint32_t *)((T *)a.p.out + at * LATENT_DIM_V + W * 256) + pair;
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
+        (odd ? w[i] : w[i + 1]) = got;
+    }
 #pragma unroll
-            for (int n = 0; n < 32; ++n)
-                out[4 * n] = pack2<T>(o[4 * n + 2 * r] * f.factor, o[4 * n + 2 * r + 1] * f.factor);
-            if (W == 0 && pair == 0 && a.p.lse) ((float *)a.p.lse)[at] = f.lse;
-        } else {
-            const int64_t at = split + rows.at[r];
-            float2 *const sums = (float2 *)(a.sums + at * LATENT_DIM_V + W * 256) + pair;
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
+        (high ? w[i] : w[i + 2]) = got;
+    }
+}
+
+/* Writes 256 columns of a row of out. A lane has columns 8 n + 2 (lane % 4) and the next one, in
+ * o[4 n + 2 R] and o[4 n + 2 R + 1]. The lanes of a quad exchange them, so that each lane stores 16
+ * bytes and the quad stores 64 neighbouring ones. `there` false: the row does not exist. */
+template <class T, int R>
+__device__ __forceinline__ void write_out(T *out, const float (&o)[128], float factor, bool there) {
+    uint4 *const to = (uint4 *)out + threadIdx.x % 4;
 #pragma unroll
-            for (int n = 0; n < 32; ++n)
-                sums[4 * n] = make_float2(o[4 * n + 2 * r], o[4 * n + 2 * r + 1]);
-            if (W == 0 && pair == 0) a.stats[at] = make_float2(m[r], sum[r]);
-        }
+    for (int n = 0; n < 32; n += 4) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            w[i] = pack2<T>(o[4 * (n + i) + 2 * R] * factor, o[4 * (n + i) + 2 * R + 1] * factor);
+        quad_transpose(w);
+        if (there) to[n] = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+}
+
+/* Writes columns 256 W .. 256 W + 255 of row R of a thread's two rows: to out and lse if the worker
+ * has the whole tile, otherwise to its split. */
+template <class T, int W, int R>
+__device__ __forceinline__ void write_row_of(const LatentParams &a, const LatentTile &x,
+                                             const LatentRows &rows, int worker, int rank,
+                                             const float (&o)[128], float m, float sum) {
+    const bool there = rows.at[R] < rows.left, leads = there && W == 0 && threadIdx.x % 4 == 0;
+    if (x.whole()) {
+        const int in_sequence = rows.in_sequence + rows.at[R];
+        const int64_t at = (int64_t)x.s.q0 * a.p.heads_q + in_sequence;
+        const RowResult f = finish(a.p, in_sequence % a.p.heads_q, m * LN_2, sum);
+        write_out<T, R>((T *)a.p.out + at * LATENT_DIM_V + W * 256, o, f.factor, there);
+        if (leads && a.p.lse) ((float *)a.p.lse)[at] = f.lse;
+    } else {
+        const int64_t at = ((worker * 2 + (x.t0 == 0)) * a.side + rank) * LATENT_ROWS + rows.at[R];
+        float2 *const sums = (float2 *)(a.sums + at * LATENT_DIM_V + W * 256) + threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < 32; ++n)
+            if (there) sums[4 * n] = make_float2(o[4 * n + 2 * R], o[4 * n + 2 * R + 1]);
+        if (leads) a.stats[at] = make_float2(m, sum);
     }
 }
 
@@ -110,7 +135,8 @@ __device__ __forceinline__ void latent_consume(const LatentParams &a, const Late
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             sum[r] = l[r] + ld_shared_f32(sums_s + 256 * (1 - W) + rows.at[r] * 4);
-        write_rows<T, W>(a, x, rows, worker, rank, o, m, sum);
+        write_row_of<T, W, 0>(a, x, rows, worker, rank, o, m[0], sum[0]);
+        write_row_of<T, W, 1>(a, x, rows, worker, rank, o, m[1], sum[1]);
     });
     if (W == 0 && rank == 0 && threadIdx.x == 0) a.records[worker] = record;
 }
