@@ -322,6 +322,9 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
     const float of_sm =
         Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
     const float slack = Pages::CODES ? paged_hopper::code_slack_ns : paged_hopper::slack_ns;
+    const bool wide = !Pages::CODES && p.seq_q * p.group > 8; /* 16 rows */
+    const float list_costs =
+        wide ? paged_hopper::list_costs_ns_16_rows : paged_hopper::list_costs_ns;
     const int64_t tiles = (int64_t)p.batch * p.heads_kv;
     /* the list's time for each key of one sequence, without its splits */
     const float of_list = key_bytes * (float)p.heads_kv / of_device;
@@ -330,17 +333,20 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
         if (tiles * n <= (n == 2 ? gpu->num_sms : gpu->num_sms / 2)) least = n;
     for (int n = least; n <= paged_hopper::most_ranks; n *= 2) {
         if (n == 2 && least < 2) continue; /* a block of a pair fills an SM */
-        if (n > 4 && least < 4 && p.batch > paged_hopper::wide_batch) break;
+        /* Clusters of eight that need more than half of the SMs are slower than the list: 164 us
+         * instead of 134 at 2 x 64k, 140 instead of 134 at 4 x 32k (H200). */
+        if (n > 4 && least < n) break;
         /* with 16 rows an SM holds one block of a cluster, so nothing hides its start and end */
         if (n > least && p.seq_q * p.group > 8) break;
         if (gk_sm_limit() > 0 && tiles * n > gpu->num_sms) break; /* the list has as many blocks */
         const int on_sm = n == 1 ? paged_hopper::tiles_an_sm : n == 2 ? 1 : 2;
         const float at_once = (float)gk_min_i64(tiles * n, on_sm * gpu->num_sms);
         const float of_block = n == 1 ? of_sm / 2 : of_sm; /* tiles have half the warps */
+        const float of_six = wide && n > 2 ? paged_hopper::sm_bytes_per_ns_16_rows : of_block;
         /* time a key if all sequences are full, and if one full sequence is among empty ones */
-        const float full = key_bytes / (float)n / min(of_block, of_device / at_once),
+        const float full = key_bytes / (float)n / min(of_six, of_device / at_once),
                     alone = key_bytes / (float)n / of_block;
-        if (keys * (full - (float)p.batch * of_list) <= paged_hopper::list_costs_ns &&
+        if (keys * (full - (float)p.batch * of_list) <= list_costs &&
             keys * (alone - of_list) <= slack)
             return n;
         if (Pages::CODES) break;

@@ -29,18 +29,19 @@ struct paged_hopper {
      * never faster for 16-bit pages. */
     static constexpr int side_by_side_batch = 32;
     /* Above this batch paged_attn_sm80 serves instead of the list: 0.7 % faster at 256 x 1k, equal
-     * at 64 x 4k. Clusters of eight are not used then, because they would cut short sequences too
-     * small (334 us instead of 237, 200 x 1.2k, H200). */
+     * at 64 x 4k. */
     static constexpr int wide_batch = 64;
     /* From this batch on, paged_attn_sm80 serves head_dim 64 instead of the list. The list's time
      * relative to it is 0.86 at 16 x 2k, 1.00 at 32 x 2k, and 1.03 at 64 x 4k. */
     static constexpr int narrow_batch = 32;
     /* Bytes a ns that one SM of a cluster reads while the device's memory is not saturated.
-     * Measured on an H200 with 1 x 6k and 1 x 100k: 64 with 16-bit pages, 40 with codes. */
-    static constexpr float sm_bytes_per_ns = 64, sm_code_bytes_per_ns = 40;
-    /* Share of the memory's peak that all SMs together reach: 4.25 of 4.9 TB/s on an H200, 3.0 of
-     * 3.35 TB/s on an H100. */
-    static constexpr float share_of_peak = 0.87f;
+     * Measured on an H200 with one sequence of 6k to 128k keys: 64 with 16-bit pages, 40 with
+     * codes, 48 with 16-bit pages and 16 rows in the six warps of a cluster of 4 or 8. */
+    static constexpr float sm_bytes_per_ns = 64, sm_code_bytes_per_ns = 40,
+                           sm_bytes_per_ns_16_rows = 48;
+    /* Share of the memory's peak that all SMs together reach in the list: 4.4 of 4.9 TB/s on an
+     * H200, 3.0 of 3.35 TB/s on an H100. */
+    static constexpr float share_of_peak = 0.9f;
     /* Blocks of 4 warps (tiles) that an SM holds at a time. With more than this number, the next
      * blocks keep the device busy while others begin and end. */
     static constexpr int tiles_an_sm = 3;
@@ -48,11 +49,12 @@ struct paged_hopper {
      * splits on 132 SMs. */
     static constexpr int join_splits = 18;
     /* Cost of the list's splits, compared with a merge inside a cluster: 17.5 us instead of 11.5 us
-     * at 1 x 6k (H200). */
-    static constexpr float list_costs_ns = 6000;
+     * at 1 x 6k, 43.0 instead of 38.4 at 1 x 32k. With 16 rows: 35.6 us instead of 29.5 at 1 x 16k,
+     * 53.1 instead of 53.6 at 1 x 32k (H200). */
+    static constexpr float list_costs_ns = 6500, list_costs_ns_16_rows = 12500;
     /* Time that clusters or tiles may lose to the list in the worst case, where one sequence is as
      * long as the block table allows and all others are empty. With this limit, tiles serve tables
-     * of up to 2270 keys (8 heads of 128). Measured with tables of 1.2k keys: tiles 223 us,
+     * of up to 2100 keys (8 heads of 128). Measured with tables of 1.2k keys: tiles 223 us,
      * clusters of four 237, the list 236. Measured at 48 x 5k: clusters of four 236, the list 242.
      * With codes the list is closer, so tiles serve up to 1900 keys. */
     static constexpr float slack_ns = 32000, code_slack_ns = 24000;
