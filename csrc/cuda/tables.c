@@ -44,7 +44,8 @@ extern const gk_cuda_table gk_weight_wgmma_4bit_table, gk_weight_wgmma_8bit_tabl
 extern const gk_cuda_table gk_weight_decoded_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
 extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
-extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table;
+extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table,
+    gk_norm_bwd_ring_sm90a_table;
 extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table,
     gk_softmax_fwd_walk_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
@@ -148,6 +149,7 @@ NONE(cross_entropy_fwd_sm90a)
 NONE(glu_fwd_sm90a)
 NONE(norm_fwd_sm90a)
 NONE(norm_bwd_sm90a)
+NONE(norm_bwd_ring_sm90a)
 NONE(softmax_fwd_sm90a)
 NONE(softmax_bwd_sm90a)
 #undef NONE
@@ -182,7 +184,8 @@ static const gk_cuda_table *const weight_gemm_tables[] = {
     &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
 static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
                                                        &gk_norm_fwd_walk_table};
-static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
+static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_ring_sm90a_table,
+                                                       &gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
                                                        &gk_norm_bwd_walk_table};
 static const gk_cuda_table *const softmax_fwd_tables[] = {
     &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* norm_sums: the last step of a norm's backward. It adds partial sums [parts, 2, N] in workspace to
- * dweight [N] and dbias [N]. A block has 32 columns. Each of its warps adds a consecutive range of
- * parts, and the warps' sums are added in order. Bound by reading the parts, which the kernel
- * before has just written, so that most are in L2. */
+ * dweight [N] and dbias [N]. A block has 32 columns, or 128 from WIDE columns on. Each of its warps
+ * adds a consecutive range of parts, and the warps' sums are added in order. Bound by reading the
+ * parts, which the kernel before has just written, so that most are in L2. */
 #include "norm_sums.cuh"
 
 namespace {
 
 /* Warps per block. Of 300 parts a warp has some 20, whose loads are in flight together. */
 constexpr int RUNS = 16;
+
+/* From here on a lane has 4 columns. With one, 131072 columns made 8192 blocks of 512 threads, each
+ * with a few loads, which took 15 waves. */
+constexpr int64_t WIDE = 8192;
 
 struct Params {
     const void *sums;
@@ -29,24 +33,40 @@ __device__ __forceinline__ void store_as(void *to, gk_dtype dtype, int64_t at, W
     }
 }
 
-template <class W> __global__ void __launch_bounds__(32 * RUNS, 1) norm_sums_kernel(Params p) {
+template <class W, int COLUMNS>
+__global__ void __launch_bounds__(32 * RUNS, 1) norm_sums_kernel(Params p) {
+    typedef RowSome<W, COLUMNS> Some;
     const int which = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     void *to = which ? p.to_bias : p.to;
     if (!to) return;
-    const int64_t at = (int64_t)blockIdx.x * 32 + lane, each = (p.parts + RUNS - 1) / RUNS;
+    const int64_t at = ((int64_t)blockIdx.x * 32 + lane) * COLUMNS,
+                  each = (p.parts + RUNS - 1) / RUNS;
     const int64_t end = each * (warp + 1) < p.parts ? each * (warp + 1) : p.parts;
-    __shared__ W part[RUNS][32];
-    W sum = 0;
+    __shared__ Some part[RUNS][32];
+    Some sum = {};
     if (at < p.n)
 #pragma unroll 8
-        for (int64_t i = each * warp; i < end; ++i)
-            sum += ((const W *)p.sums)[(2 * i + which) * p.n + at];
+        for (int64_t i = each * warp; i < end; ++i) {
+            const Some x = *(const Some *)((const W *)p.sums + (2 * i + which) * p.n + at);
+#pragma unroll
+            for (int k = 0; k < COLUMNS; ++k) sum.v[k] += x.v[k];
+        }
     part[warp][lane] = sum;
     __syncthreads();
     if (warp > 0 || at >= p.n) return;
 #pragma unroll
-    for (int w = 1; w < RUNS; ++w) sum += part[w][lane];
-    store_as(to, which ? p.dtype_bias : p.dtype, at * (which ? p.stride_bias : p.stride), sum);
+    for (int w = 1; w < RUNS; ++w)
+#pragma unroll
+        for (int k = 0; k < COLUMNS; ++k) sum.v[k] += part[w][lane].v[k];
+#pragma unroll
+    for (int k = 0; k < COLUMNS; ++k)
+        store_as(to, which ? p.dtype_bias : p.dtype, (at + k) * (which ? p.stride_bias : p.stride),
+                 sum.v[k]);
+}
+
+template <class W, int COLUMNS> gk_status launch_sums(const gk_context *ctx, const Params &p) {
+    return launch<norm_sums_kernel<W, COLUMNS>>(
+        "gk_norm_bwd", ctx, dim3((unsigned)gk_ceil_div(p.n, 32 * COLUMNS), 2), 32 * RUNS, 0, p);
 }
 
 template <class W>
@@ -65,8 +85,9 @@ gk_status add_sums(const gk_context *ctx, const gk_norm_bwd_args *a, const void 
         p.dtype_bias = b->dtype;
         p.stride_bias = b->stride[0];
     }
-    return launch<norm_sums_kernel<W>>("gk_norm_bwd", ctx, dim3((unsigned)gk_ceil_div(p.n, 32), 2),
-                                       32 * RUNS, 0, p);
+    if constexpr (sizeof(W) == 4)
+        if (p.n >= WIDE && p.n % 4 == 0) return launch_sums<W, 4>(ctx, p);
+    return launch_sums<W, 1>(ctx, p);
 }
 
 } // namespace
