@@ -47,9 +47,9 @@ extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_f
 extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table,
     gk_norm_bwd_ring_sm90a_table;
 extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table,
-    gk_softmax_fwd_walk_table;
+    gk_softmax_fwd_walk_table, gk_softmax_fwd_ring_sm90a_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
-    gk_softmax_bwd_walk_table;
+    gk_softmax_bwd_walk_table, gk_softmax_bwd_ring_sm90a_table;
 extern const gk_cuda_table gk_glu_fwd_sm90a_table, gk_glu_fwd_table, gk_glu_bwd_table,
     gk_rope_table;
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
@@ -151,7 +151,9 @@ NONE(norm_fwd_sm90a)
 NONE(norm_bwd_sm90a)
 NONE(norm_bwd_ring_sm90a)
 NONE(softmax_fwd_sm90a)
+NONE(softmax_fwd_ring_sm90a)
 NONE(softmax_bwd_sm90a)
+NONE(softmax_bwd_ring_sm90a)
 #undef NONE
 #endif
 
@@ -188,9 +190,11 @@ static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_ring_sm90a_t
                                                        &gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
                                                        &gk_norm_bwd_walk_table};
 static const gk_cuda_table *const softmax_fwd_tables[] = {
-    &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};
+    &gk_softmax_fwd_ring_sm90a_table, &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table,
+    &gk_softmax_fwd_walk_table};
 static const gk_cuda_table *const softmax_bwd_tables[] = {
-    &gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table, &gk_softmax_bwd_walk_table};
+    &gk_softmax_bwd_ring_sm90a_table, &gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table,
+    &gk_softmax_bwd_walk_table};
 static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_sm90a_table, &gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
