@@ -241,6 +241,45 @@ def test_layer_norm_of_values_far_from_the_mean(n, dtype, device):
         )
 
 
+MANY_ROWS = (
+    (4300, 520),
+    (4300, 1024),
+    (2200, 2040),
+    (2200, 4096),
+    (1100, 8192),
+    (600, 16384),
+    (300, 20000),
+    (270, 65536),
+    (270, 65544),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("rows, n", MANY_ROWS)
+def test_norms_of_many_rows(rows, n, dtype):
+    """On Hopper, the gradients of many rows are computed through a ring, whose stages come round
+    several times. The first values are far from the row's mean, as above."""
+    gen = generator("many rows", n, str(dtype))
+    x, w, b = (randn(gen, *s, dtype=dtype, device="cuda") for s in ((rows, n), (n,), (n,)))
+    x[::3, :8] *= 20
+    x[1::3] += 3
+    judged(
+        lambda x, w: gk.rms_norm(x, w, eps=1e-5),
+        lambda x, w: F.rms_norm(x, (n,), w, 1e-5),
+        (x, w),
+    )
+    judged(
+        lambda x, w, b: gk.layer_norm(x, w, b),
+        lambda x, w, b: F.layer_norm(x, (n,), w, b),
+        (x, w, b),
+    )
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    grad = randn(gen, rows, n, dtype=dtype, device="cuda")
+    once, twice = (torch.autograd.grad(gk.layer_norm(*leaves), leaves, grad) for _ in range(2))
+    assert all(map(same_bits, once, twice))
+
+
 def test_gradients_of_weights_of_numbers_of_one_sign(device):
     """Sums over rows are float32; bfloat16 sums would stop growing at 256."""
     x = torch.rand(5000, 64, device=device).bfloat16() + 1
@@ -275,6 +314,39 @@ def test_softmax(n, dtype, device):
     size = 1.0 if n <= 2 else 1e-30  # there gradients are differences of equal numbers
     judged(lambda x: gk.softmax(x, scale=0.7), lambda x: F.softmax(0.7 * x, -1), (x,), size)
     judged(lambda x: gk.log_softmax(x), lambda x: F.log_softmax(x, -1), (x,), size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    "rows, n",
+    (
+        (600, 4104),
+        (600, 8192),
+        (600, 16384),
+        (500, 20000),
+        (300, 50264),
+        (200, 131072),
+        (120, 202048),
+    ),
+)
+def test_softmax_of_many_rows(rows, n, dtype):
+    """On Hopper, many long rows pass through a ring, whose stages come round several times."""
+    gen = generator("softmax of many rows", n, str(dtype))
+    x = 3 * randn(gen, rows, n, dtype=dtype, device="cuda")
+    judged(lambda x: gk.softmax(x, scale=0.7), lambda x: F.softmax(0.7 * x, -1), (x,))
+    judged(lambda x: gk.log_softmax(x), lambda x: F.log_softmax(x, -1), (x,))
+    x[0, 3] = math.nan
+    x[1, 5] = math.inf
+    x[2, 1:] = -math.inf
+    x[3] = -math.inf
+    torch.testing.assert_close(
+        gk.softmax(x[:4].repeat(rows // 4, 1)).float(),
+        F.softmax(x[:4].repeat(rows // 4, 1).float(), -1),
+        rtol=0,
+        atol=1e-2,
+        equal_nan=True,
+    )
 
 
 @pytest.mark.parametrize("n", (5, 64, 1000, 4096, 30000))

@@ -18,6 +18,7 @@
  * Refused (softmax.cu, softmax_sm90a.cu and softmax_walk.cu serve them): lengths, float32 and
  * float64, rows that do not consist of whole 16-byte vectors at multiples of 16 bytes. No
  * workspace. Bound by reading each operand once and writing the result. */
+#include "../../core/invariant.h"
 #include "../ptx/tma.cuh"
 #include "clusters.cuh"
 #include "softmax.cuh"
@@ -337,15 +338,17 @@ const gk_cuda_instance fwd[] = {FWD_RINGS(__nv_bfloat16, GK_BF16, "bf16")
 const gk_cuda_instance bwd[] = {BWD_RINGS(__nv_bfloat16, GK_BF16, "bf16")
                                     BWD_RINGS(__half, GK_F16, "f16")};
 
-/* The first instance that serves the call, if each block has at least two rows. With fewer, nothing
- * overlaps, and the kernels in registers start faster. */
+/* The first instance that serves the call, if each block has at least two rows, or if a row's bits
+ * must not depend on their number. With fewer, nothing overlaps, and the kernels in registers start
+ * faster. */
 template <int COUNT>
 bool choose(const gk_cuda_instance (&instances)[COUNT], gk_dtype dtype, const gk_context *ctx,
             const void *args, gk_plan *plan) {
     for (const gk_cuda_instance &i : instances)
         if (i.dtype == dtype && i.plan(&i, ctx, args, plan)) {
             plan->kernel = &i;
-            return plan->tasks * i.key[0] >= 2 * (int64_t)i.key[1] * gk_gpu_of(ctx->index)->num_sms;
+            return gk_batch_invariant() ||
+                   plan->tasks * i.key[0] >= 2 * (int64_t)i.key[1] * gk_gpu_of(ctx->index)->num_sms;
         }
     return false;
 }
