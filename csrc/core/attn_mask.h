@@ -97,10 +97,10 @@ GK_MASK_FN gk_mask_layout gk_mask_layout_of(gk_mask_store store, int64_t seq_q, 
     return x;
 }
 
-/* The slot of the partial block (major, minor) with this flag; n is the number of blocks of a
+/* Where the words of the partial block (major, minor) with this flag lie; n: the blocks of a
  * tile. */
-GK_MASK_FN int64_t gk_mask_slot(gk_mask_store store, int64_t major, int64_t minor, int64_t n,
-                                int flag) {
+GK_MASK_FN int64_t gk_mask_words_of(gk_mask_store store, int64_t major, int64_t minor, int64_t n,
+                                    int flag) {
     return store == GK_MASK_DENSE ? major * n + minor : major * GK_MASK_KEPT + (flag >> 2);
 }
 
@@ -185,9 +185,10 @@ GK_MASK_FN int gk_mask_flag(const gk_mask *m, int64_t row, int64_t block) {
 GK_MASK_FN void gk_mask_row(const gk_mask *m, int64_t row, int64_t block, int flag,
                             uint32_t word[4]) {
     if ((flag & 3) == GK_BLOCK_WORDS) {
-        const int64_t slot = gk_mask_slot(m->store, row / GK_MASK_TILE, block, m->tiles_k, flag);
+        const int64_t at_words =
+            gk_mask_words_of(m->store, row / GK_MASK_TILE, block, m->tiles_k, flag);
         const int32_t *at =
-            m->words + slot * GK_MASK_BLOCK_INTS + gk_mask_word_of((int)(row % GK_MASK_TILE));
+            m->words + at_words * GK_MASK_BLOCK_INTS + gk_mask_word_of((int)(row % GK_MASK_TILE));
         for (int q = 0; q < 4; ++q) word[q] = (uint32_t)at[2 * q];
         return;
     }
@@ -213,9 +214,10 @@ GK_MASK_FN bool gk_mask_sees(const gk_mask *m, int64_t row, int64_t key) {
     const int flag = gk_mask_flag(m, row, block), column = (int)(key % GK_MASK_TILE);
     if ((flag & 3) <= GK_BLOCK_FULL) return (flag & 3) == GK_BLOCK_FULL;
     if ((flag & 3) == GK_BLOCK_WORDS) {
-        const int64_t slot = gk_mask_slot(m->store, row / GK_MASK_TILE, block, m->tiles_k, flag);
+        const int64_t at_words =
+            gk_mask_words_of(m->store, row / GK_MASK_TILE, block, m->tiles_k, flag);
         const int word = gk_mask_word_of((int)(row % GK_MASK_TILE)) + 2 * (column % 8 / 2);
-        const uint32_t bits = (uint32_t)m->words[slot * GK_MASK_BLOCK_INTS + word];
+        const uint32_t bits = (uint32_t)m->words[at_words * GK_MASK_BLOCK_INTS + word];
         return bits >> (2 * (column / 8) + column % 2) & 1;
     }
     if (m->store != GK_MASK_RANGES) return !gk_mask_hides(m->source + 4 * key, row);

@@ -254,7 +254,7 @@ static void build_tile(const head *x, int64_t major, bool by_keys) {
                 if (by_keys) block_transpose(&flipped, &made);
                 const block *from = by_keys ? &flipped : &made;
                 int32_t *to =
-                    words + gk_mask_slot(g->store, major, minor, n, flag) * GK_MASK_BLOCK_INTS;
+                    words + gk_mask_words_of(g->store, major, minor, n, flag) * GK_MASK_BLOCK_INTS;
                 for (int r = 0; r < GK_MASK_TILE; ++r)
                     for (int q = 0; q < 4; ++q)
                         to[gk_mask_word_of(r) + 2 * q] = (int32_t)gk_mask_word(from->bits[r], q);

@@ -131,7 +131,8 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
                                    ? (int)GK_BLOCK_MADE
                                    : kind);
         at.set(BwdPlace::FULL, kind == GK_BLOCK_FULL);
-        at.set(BwdPlace::WORDS, (int)gk_mask_slot(x.store, tile, block, x.at.tiles_q, 4 * kept));
+        at.set(BwdPlace::WORDS,
+               (int)gk_mask_words_of(x.store, tile, block, x.at.tiles_q, 4 * kept));
         at.set(BwdPlace::HEAD, head);
         at.set(BwdPlace::LEFT, left - 1);
         at.set(BwdPlace::INDEX, index + 1);
