@@ -68,9 +68,9 @@ class Tile:
 
 
 class Ring:
-    def __init__(self, stages, consumers):
+    def __init__(self, stages, consumers, producers=1):
         self.stages = stages
-        self.full = [Barrier(1) for _ in range(stages)]
+        self.full = [Barrier(producers) for _ in range(stages)]
         self.empty = [Barrier(consumers) for _ in range(stages)]
 
     def is_full(self, step):
@@ -125,7 +125,8 @@ class Block:
         )
         self.rings = {
             "q": Ring(k.q_buffers, q_counts),
-            "k": Ring(k.stages, counts("KvRing(smem_s + S::K_RING")),
+            # LIFT: a second thread loads the columns of a bias, which this model has not
+            "k": Ring(k.stages, *counts("KvRing(smem_s + S::K_RING", LIFT=0)),
             "v": Ring(k.stages, counts("KvRing(smem_s + S::V_RING")),
         }
         # the tile of each description; None while it is written
