@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model of the barrier protocol of flash_attn_fwd_sm90a.cu, run like that of gemm_sm90a.cu in
 test_pipeline.py. It has the thread that finds tiles, the thread that loads, and the warps of the
-consumer warpgroups. Copies, products and stores may end at any time.
+consumer warpgroups. Copies, products and stores may end at any time. With a mask or a bias one more
+warp loads (fwd_masked.cuh): mask words, a bias, distances, or more columns of K.
 
 A product of a warpgroup begins to read when its first warp issues it. It ends for all its warps at
 the same time, after the products before it. A run fails if nothing can proceed, if a stage, a row
@@ -30,10 +31,16 @@ class Kernel:
     ordered: bool = True
     overlap: bool = True
     descriptions: int = 2  # buffers for descriptions; the kernel has four
+    # What one more warp loads: "words" of partial blocks, a "bias" [.., Sq, Sk], the "distances" of
+    # a bias by distance, or the bias of keys as "lifted" columns of K.
+    side: str = ""
     broken: str = ""  # the rule that is broken
 
     def block(self, rng):
-        return Block(self, [Tile.any(self.warpgroups, rng) for _ in range(rng.randint(1, 4))], rng)
+        tiles = [Tile.any(self.warpgroups, rng) for _ in range(rng.randint(1, 4))]
+        if self.side:
+            tiles = [t.beside(self.side) for t in tiles]
+        return Block(self, tiles, rng)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,16 @@ class Tile:
     backwards: bool
     # If not backwards, with a window: how many of the first blocks a warpgroup's rows do not see.
     unseen: tuple
+    partial: tuple = ()  # the steps whose blocks have mask words
+
+    def beside(self, side):
+        """The tile where a mask or a bias is loaded. A mask makes all warpgroups take all
+        blocks."""
+        seen = tuple(own + unseen for own, unseen in zip(self.own, self.unseen))
+        own = (self.blocks,) * len(seen) if side == "words" else seen
+        partial = tuple(range(0, self.blocks, 1 + len(set(self.own))))
+        unseen = (0,) * len(self.own)
+        return replace(self, own=own, backwards=False, unseen=unseen, partial=partial)
 
     def lead(self, group):
         if self.backwards:
@@ -119,16 +136,18 @@ class Block:
             if k.broken == "q counts warpgroups"
             else counts("QRing(smem_s + S::Q_RING")
         )
-        loaders = 0 if k.broken == "description: loader does not count" else 1
+        loaders = 0 if k.broken == "description: loader does not count" else 1 + bool(k.side)
         self.described = Ring(
             k.descriptions, counts("TileRing(smem_s + S::TILE_RING", LOADERS=loaders)
         )
         self.rings = {
             "q": Ring(k.q_buffers, q_counts),
-            # LIFT: a second thread loads the columns of a bias, which this model has not
-            "k": Ring(k.stages, *counts("KvRing(smem_s + S::K_RING", LIFT=0)),
+            "k": Ring(k.stages, *counts("KvRing(smem_s + S::K_RING", LIFT=k.side == "lifted")),
             "v": Ring(k.stages, counts("KvRing(smem_s + S::V_RING")),
         }
+        if k.broken == "lifted: k counts one loader":
+            self.rings["k"] = Ring(k.stages, counts("KvRing(smem_s + S::K_RING", LIFT=1)[0])
+        self.add_side_rings()
         # the tile of each description; None while it is written
         self.told = [None] * k.descriptions
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
@@ -151,11 +170,28 @@ class Block:
         self.s, self.w, self.p = [None] * warps, [None] * warps, [None] * warps
         self.ready = [False] * warps  # whether s belongs to the next tile
         self.storing = [0] * warps
-        self.alive = 2 + warps
+        self.alive = 2 + bool(k.side) + warps
+
+    def add_side_rings(self):
+        k, file = self.k, "attn/forward/fwd_loop.cuh"
+        stages, barrier = {
+            "words": (2, "tma_ring<S::WORDS_STAGES>(smem_s + S::WORDS_RING)"),
+            "distances": (2, "tma_ring<S::TABLE_STAGES>(smem_s + S::BIAS_RING)"),
+            "bias": (1, "tma_ring<1>(smem_s + S::BIAS_RING + 16 * w)"),
+        }.get(k.side, (0, ""))
+        self.taken = [0] * (k.warpgroups * WARPS)  # stages that a warp has read
+        if not stages:
+            return
+        count = arrivals(file, barrier, warps=WARPS, WARPGROUPS=k.warpgroups)
+        if k.broken == "side counts warpgroups":
+            count //= WARPS
+        for g in range(k.warpgroups if k.side == "bias" else 1):
+            self.rings[k.side, g] = Ring(stages, count)
 
     def run(self):
-        warps = [self.consume(g, w) for g in range(self.k.warpgroups) for w in range(WARPS)]
-        interleave([self.find_tiles(), self.load_tiles(), *warps], self.events, self.rng)
+        agents = [self.consume(g, w) for g in range(self.k.warpgroups) for w in range(WARPS)]
+        agents += [self.load_side()] if self.k.side else []
+        interleave([self.find_tiles(), self.load_tiles(), *agents], self.events, self.rng)
 
     def reach(self):
         if not self.alive:
@@ -246,6 +282,64 @@ class Block:
             yield from self.load_q(n)
         self.alive -= 1
 
+    # ---- the warp that loads a mask or a bias ----
+    def load_side(self):
+        side, broken = self.k.side, self.k.broken
+        step, loaded = 0, [0] * self.k.warpgroups
+        for n in itertools.count():
+            yield self.described.is_full(n)
+            if self.tell(n) is None:
+                break
+            t = self.tell(n)
+            for j in range(t.blocks):
+                if side == "words":
+                    takers = [0] if j in t.partial else []
+                elif side == "bias":
+                    takers = [g for g in range(self.k.warpgroups) if j < t.own[g]]
+                else:
+                    takers = [0]
+                for g in takers:
+                    name = "k" if side == "lifted" else (side, g)
+                    at = step + j if side == "lifted" else loaded[g]
+                    if broken != "side loaded without empty":
+                        yield self.rings[name].is_empty(at)
+                    self.tell(n)
+                    self.rings[name].fill(at, BOX)
+                    yield None
+                    what = ("lifted", at) if side == "lifted" else (side, n, j)
+                    self.events.append((self.lands, name, at, "side", what))
+                    loaded[g] += 1
+            step += t.blocks
+            if broken != "description kept by the side's loader":
+                self.described.release(n)
+        self.alive -= 1
+
+    def read_side(self, side, group, w, n, j, step=None):
+        """A warp reads what was loaded for step j of tile n and releases it. step: counted by K's
+        steps, not by what the warp took."""
+        if self.k.side != side:
+            return
+        me, broken = group * WARPS + w, self.k.broken
+        name = side, group if side == "bias" else 0
+        ring = self.rings[name]
+        by_steps = step is not None and broken != "distances counted by blocks taken"
+        at = step if by_steps else self.taken[me]
+        if broken == "side released before it is read":
+            ring.release(at)
+        if broken != "side not awaited":
+            yield ring.is_full(at)
+        for _ in range(2):
+            if self.held[name][at % ring.stages].get(("side", 0)) != (side, n, j):
+                raise Wrong("reads other bytes of the mask or bias")
+            yield None
+        if broken != "side released before it is read":
+            ring.release(at)
+        self.taken[me] += 1
+
+    def read_words(self, group, w, n, j):
+        if self.k.side == "words" and j in self.tell(n).partial:
+            yield from self.read_side("words", group, w, n, j)
+
     # ---- products of a warpgroup ----
     def see(self, group, product):
         """Checks that a product reads the right bytes, at its beginning and at its end."""
@@ -256,6 +350,9 @@ class Block:
                 self.held["k"][k].get((box, 0)) == ("k", product.step) for box in range(BOXES)
             )
             held_q = self.held["q"][q]
+            if self.k.side == "lifted":
+                lifted = self.held["k"][k].get(("side", 0))
+                ours = ours and lifted == ("lifted", product.step)
             if not ours or any(
                 held_q.get((box, row)) != ("q", product.n) for box in range(BOXES) for row in rows
             ):
@@ -379,13 +476,16 @@ class Block:
             if t.ragged and not t.backwards and end == t.blocks:
                 yield from clear(end - 1)
 
+        yield from self.read_words(group, w, n, first)
         if not self.ready[me]:
             if broken != "k not awaited":
                 yield k.is_full(step + first)
+            yield from self.read_side("distances", group, w, n, first, step + first)
             yield from self.turn_begin(group)
             self.issue(group, w, "scores", n, first, step + first)
             self.turn_end(group)
             yield from scores(first)
+        yield from self.read_side("bias", group, w, n, first)
         yield None
         self.weights(me, n, first)
         self.w[me] = n, first
@@ -399,6 +499,7 @@ class Block:
         for j in range(first + 1, end):
             if broken != "k not awaited":
                 yield k.is_full(step + j)
+            yield from self.read_side("distances", group, w, n, j, step + j)
             yield from self.turn_begin(group)
             self.issue(group, w, "scores", n, j, step + j)
             if late:
@@ -409,6 +510,8 @@ class Block:
             self.turn_end(group)
             if broken == "v released before the wait" and w == 0:
                 v.release(step + j - 1)
+            yield from self.read_words(group, w, n, j)
+            yield from self.read_side("bias", group, w, n, j)
             yield from scores(j)
             if not overlap:
                 release_v(j - 1)
@@ -457,6 +560,7 @@ class Block:
         yield from self.passes(group, w, step + end, blocks - end)
         yield v.is_full(step + end - 1)
         yield from clear_tail()
+        yield from self.read_side("distances", group, w, n + 1, 0, then)
         yield from self.turn_begin(group)
         self.issue(group, w, "values", n, end - 1, step + end - 1)
         if broken != "next k not awaited":
@@ -500,6 +604,9 @@ class Block:
             if w == 0 and broken != "pass: no release":
                 k.release(j)
                 v.release(j)
+            if self.k.side == "distances" and broken != "pass: distances kept":
+                yield self.rings["distances", 0].is_full(j)
+                self.rings["distances", 0].release(j)
 
     # ---- results ----
     def store_reads(self, me, n):
@@ -589,6 +696,13 @@ KERNELS = {
     "two warpgroups, one q, not ordered": Kernel(q_buffers=1, ordered=False, overlap=False),
     "three warpgroups, four stages": Kernel(warpgroups=3, stages=4, overlap=False),
     "two warpgroups, four descriptions": Kernel(descriptions=4),
+    "mask words": Kernel(side="words"),
+    "bias": Kernel(side="bias", descriptions=4),
+    "bias, one q": Kernel(side="bias", q_buffers=1),
+    "distances": Kernel(side="distances", descriptions=4),
+    "distances, one q": Kernel(side="distances", q_buffers=1),
+    "lifted keys": Kernel(side="lifted", descriptions=4),
+    "lifted keys, one q": Kernel(side="lifted", q_buffers=1),
 }
 
 
@@ -676,6 +790,22 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     (FREE, "pass: no wait"): f"{OVERWRITTEN}|{OTHER}|{MANY}|{STUCK}",
     (AHEAD, "others' blocks not counted"): f"{STUCK}|{OTHER}|{MANY}",
     (AHEAD, "leaves before its store is read"): "has left",
+    ("mask words", "side counts warpgroups"): f"{MANY}|{OVERWRITTEN}|{OTHER}|{STUCK}",
+    ("mask words", "side loaded without empty"): f"{OTHER}|{MANY}|{STUCK}",
+    ("mask words", "side not awaited"): OTHER,
+    ("mask words", "side released before it is read"): f"{OTHER}|{STUCK}",
+    ("mask words", "description kept by the side's loader"): STUCK,
+    ("bias", "side not awaited"): OTHER,
+    ("bias", "side loaded without empty"): f"{OTHER}|{MANY}|{STUCK}",
+    ("bias", "side released before it is read"): f"{OTHER}|{STUCK}",
+    ("distances", "side not awaited"): OTHER,
+    ("distances", "side loaded without empty"): f"{OTHER}|{MANY}|{STUCK}",
+    ("distances", "side released before it is read"): f"{OTHER}|{STUCK}",
+    ("distances", "distances counted by blocks taken"): f"{OTHER}|{MANY}|{STUCK}",
+    ("distances", "pass: distances kept"): STUCK,
+    ("lifted keys", "lifted: k counts one loader"): f"{OTHER}|{MANY}|{STUCK}",
+    ("lifted keys", "side loaded without empty"): f"k {OVERWRITTEN}|{OTHER}|{MANY}|{STUCK}",
+    ("lifted keys", "description kept by the side's loader"): STUCK,
 }
 
 
