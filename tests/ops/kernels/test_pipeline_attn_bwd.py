@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model of the barrier protocol of flash_attn_bwd_sm90a.cu, run like that of the forward in
 test_pipeline_attn.py. It has the warp that loads, and the warps of two consumer warpgroups. Copies
-and products may end at any time.
+and products may end at any time. With a mask or a bias a stage holds its words, too, and dS goes
+to memory as the gradient of the bias.
 
 A product of a warpgroup begins to read when its first warp issues it. It ends for all its warps at
 the same time, after the products before it. A run fails if nothing can proceed, if a stage of Q or
@@ -31,6 +32,7 @@ def made(barrier):
 class Kernel:
     stages: int = 2
     buffers: int = 2  # buffers of dS
+    masked: bool = False  # words in each stage, and dS stored
     broken: str = ""  # the rule that is broken
 
     def block(self, rng):
@@ -46,10 +48,12 @@ class Block:
         self.events = []  # copies and products in flight
         self.ring = Ring(kernel.stages, made("typename S::Ring(smem_s + S::RING)"))
         self.raw = Barrier(made("smem_s + S::RAW"))
-        self.held = {name: [{} for _ in range(kernel.stages)] for name in "qo"}
-        self.reading = {name: [0] * kernel.stages for name in "qo"}
+        self.names = "qow" if kernel.masked else "qo"
+        self.held = {name: [{} for _ in range(kernel.stages)] for name in self.names}
+        self.reading = {name: [0] * kernel.stages for name in self.names}
         self.ds = [[None] * (GROUPS * WARPS) for _ in range(kernel.buffers)]
         self.reading_ds = [0] * kernel.buffers
+        self.storing = 0  # stores of dS that still read it
         self.meeting = Sync(made("BAR_CONSUMERS"))
         # for each warpgroup, in order: [kind, step, warps that issued it]
         self.products = [[] for _ in range(GROUPS)]
@@ -74,8 +78,8 @@ class Block:
     def load(self, n, barrier):
         if self.k.broken != "loaded without empty":
             yield self.ring.is_empty(n)
-        barrier.arrive(2 * BOXES * BOX)
-        for name in "qo":
+        barrier.arrive(len(self.names) * BOXES * BOX)
+        for name in self.names:
             for box in range(BOXES):
                 self.events.append((self.lands, name, n, box, barrier))
                 yield None
@@ -136,6 +140,27 @@ class Block:
         me = group * WARPS + w
         return lambda: self.done[group] >= self.issued[me] - pending
 
+    # ---- mask words and the gradient of the bias ----
+    def read_words(self, n):
+        stage = n % self.k.stages
+        self.reading["w"][stage] += 1
+        for _ in range(2):
+            if any(self.held["w"][stage].get(box, (None,))[0] != n for box in range(BOXES)):
+                raise Wrong("a warp reads other bytes")
+            yield None
+        self.reading["w"][stage] -= 1
+
+    def store_ds(self, n):
+        self.see("dq", n)
+        self.storing += 1
+        self.reading_ds[n % self.k.buffers] += 1
+        self.events.append((self.ds_is_read, n))
+
+    def ds_is_read(self, n):
+        self.see("dq", n)
+        self.storing -= 1
+        self.reading_ds[n % self.k.buffers] -= 1
+
     # ---- a warp ----
     def consume(self, group, w):
         broken, me, steps = self.k.broken, group * WARPS + w, len(self.ragged)
@@ -153,15 +178,24 @@ class Block:
         for n in range(steps):
             self.issue(group, w, "scores", n)  # S and dP
             yield self.wait_group(group, w, 0)
-            if broken != "released before dK":
+            if broken == "released before the words are read":
+                release(n)
+            elif broken != "released before dK":
                 release(n - 1)
+            if self.k.masked:
+                yield from self.read_words(n)
             buffer = n % self.k.buffers
             if self.reading_ds[buffer]:
                 raise Wrong("dS is overwritten while it is read")
             self.ds[buffer][me] = n
             self.issue(group, w, "dv", n)
+            stores = self.k.masked and me == 0
+            if stores and broken != "the store not awaited":
+                yield lambda: not self.storing
             if broken != "no meeting":
                 yield self.meeting.arrive()
+            if stores:
+                self.store_ds(n)
             self.issue(group, w, "dq", n)
             if broken == "released before dK":
                 release(n)
@@ -170,9 +204,10 @@ class Block:
             yield self.wait_group(group, w, 0)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_the_protocol_holds(stages):
-    schedules(Kernel(stages=stages), SCHEDULES, f"{stages} stages")
+def test_the_protocol_holds(stages, masked):
+    schedules(Kernel(stages=stages, masked=masked), SCHEDULES, f"{stages} stages")
 
 
 OVERWRITTEN, STUCK, OTHER, MANY = (
@@ -190,13 +225,16 @@ BROKEN = {  # rule -> what may then go wrong first
     "kept": STUCK,
     "no meeting": "other dS|dS is",
     "released before dK": f"{OVERWRITTEN}|{OTHER}",
+    "released before the words are read": f"{OVERWRITTEN}|{OTHER}",
+    "the store not awaited": "dS is overwritten|other dS",
 }
 
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_seen(rule):
     with pytest.raises(Wrong, match=BROKEN[rule]):
-        schedules(Kernel(broken=rule), 4000, rule)
+        masked = "words" in rule or "store" in rule
+        schedules(Kernel(broken=rule, masked=masked), 4000, rule)
 
 
 def test_one_buffer_of_ds_is_too_few():
