@@ -82,6 +82,15 @@ static sequence sequence_make(const flash_job *job, int64_t b) {
     return s;
 }
 
+/* What makes a logit of q k: scale, softcap and slope; mask and biases. */
+static ref_score score_of(const flash_job *job, const sequence *s, int64_t h) {
+    return ref_score_make(&job->x->rules, s->b, h, s->diagonal, 1);
+}
+
+static ref_scores scores_of(const flash_job *job, const sequence *s, int64_t h) {
+    return ref_scores_make(job->scores, s->b, h, s->seq_q, s->seq_k);
+}
+
 static void zero_row(const gk_tensor *t, int64_t offset, int64_t n) {
     for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, 0);
 }
@@ -100,8 +109,8 @@ static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t
     keys.v_at = at(job, &x->v, s->b, s->start_k, h_kv, 0);
     keys.k_step = token_step(job, &x->k);
     keys.v_step = token_step(job, &x->v);
-    ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
-    ref_scores scores = ref_scores_make(job->scores, s->b, h, s->seq_q, s->seq_k);
+    ref_score score = score_of(job, s, h);
+    ref_scores scores = scores_of(job, s, h);
     ref_block block = {.q = &x->q,
                        .out = &x->out,
                        .lse = &x->lse,
@@ -198,17 +207,13 @@ static bool pair_gradient(const flash_job *job, const ref_score *score, const re
     return true;
 }
 
-static ref_scores scores_of(const flash_job *job, const sequence *s, int64_t h) {
-    return ref_scores_make(job->scores, s->b, h, s->seq_q, s->seq_k);
-}
-
 /* ---- backward by rows: dq -------------------------------------------------------------------- */
 static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i) {
     const gk_flash_attn_args *x = job->x;
     const gk_tensor *dq = &job->bwd->dq;
     int64_t h_kv = h / job->group;
     double sum[REF_MAX_HEAD_DIM] = {0}, k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
-    ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    ref_score score = score_of(job, s, h);
     ref_scores scores = scores_of(job, s, h);
     int64_t lo = gk_span_lo(&s->span, i), hi = gk_span_hi(&s->span, i);
     row r;
@@ -260,7 +265,7 @@ static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int6
         for (int64_t d = 0; d < job->head_dim_v; ++d) dv[c][d] = dv_part[c][d] = 0;
     }
     for (int64_t h = h_kv * job->group; h < (h_kv + 1) * job->group; ++h) {
-        ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+        ref_score score = score_of(job, s, h);
         ref_scores scores = scores_of(job, s, h);
         for (int64_t i = 0; i < s->seq_q; ++i) {
             int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0),
@@ -324,7 +329,7 @@ static double part_of_row(const flash_job *job, const sequence *s, const row *r,
                           int64_t i) {
     const gk_flash_attn_args *x = job->x;
     double sum = 0, k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
-    ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    ref_score score = score_of(job, s, h);
     for (int64_t j = gk_span_lo(&s->span, i); j < gk_span_hi(&s->span, i); ++j) {
         const int64_t h_kv = h / job->group;
         const double *k =
@@ -387,7 +392,7 @@ static void add_row_gradients(const flash_job *job, const sequence *s, int64_t h
     const int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0),
                   hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + n);
     double k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
-    const ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    const ref_score score = score_of(job, s, h);
     const ref_scores scores = scores_of(job, s, h);
     row r;
     if (lo >= hi || !row_load(&r, job, s, h, i)) return;

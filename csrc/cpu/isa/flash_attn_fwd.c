@@ -224,12 +224,11 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .v_row_bytes = element_bytes * x.v_row,
                             .dropout = job->dropout.most ? &job->dropout : NULL};
     char *scratch = job->workspace + worker * job->scratch_bytes;
+    const float scale = (float)a->rules.scale, factor = (float)job->dropout.factor;
     if (job->attn.scores)
-        attn_block_masked(&job->attn, &lanes, &keys, &x, b, h_kv, first, (float)a->rules.scale,
-                          (float)job->dropout.factor, scratch);
+        attn_block_masked(&job->attn, &lanes, &keys, &x, b, h_kv, first, scale, factor, scratch);
     else
-        attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, (float)job->dropout.factor,
-                   scratch);
+        attn_block(&job->attn, &lanes, &keys, scale, factor, scratch);
 }
 
 /* ---- the instance of tables.c ---------------------------------------------------------------- */
