@@ -2,58 +2,10 @@
 // flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge,
 // flash_attn_accumulate (adds attention over more keys to a given result) and flash_attn_into
 // (writes into given tensors).
-#include "gpukern.h"
-#include "rules.h"
+#include "attn.h"
 
 namespace gk {
 namespace {
-
-// ---- arguments of csrc --------------------------------------------------------------------------
-// Fills q, k, v and the arguments of GK_ATTENTION. `to` is the struct of a forward, or of a
-// backward, which contains one as `fwd`.
-template <class O, class C> void fill_call(const O &op, C &to) {
-    gk_flash_attn_args &fwd = forward_of(to);
-    fwd.size = sizeof fwd;
-    fwd.q = op.q.view;
-    fwd.k = op.k.view;
-    fwd.v = op.v.view;
-    op.fill_rules(to);
-}
-
-template <class O> void fill_lengths(const O &op, gk_flash_attn_args &to) {
-    to.cu_seqlens_q = &op.cu_seqlens_q.view;
-    to.cu_seqlens_k = &op.cu_seqlens_k.view;
-    to.max_seqlen_q = op.max_seqlen_q;
-    to.max_seqlen_k = op.max_seqlen_k;
-}
-
-// A result's dtype: the requested one if there is one, otherwise q's.
-template <class O> gk_dtype dtype_of_result(const O &op, const OptDtype &asked) {
-    return asked.given ? gk_of(asked.code) : op.q.view.dtype;
-}
-
-template <class O> void fill_gradients(const O &op, gk_flash_attn_bwd_args &to) {
-    fill_call(op, to);
-    to.grad_out = op.grad_out.view;
-    to.fwd.out = op.out.view;
-    to.fwd.lse = op.lse.view;
-    to.grad_lse = op.grad_lse.view_or_null();
-    to.dq.dtype = dtype_of_result(op, op.grad_dtype);
-}
-
-// (out, lse)
-void place_forward(gk_flash_attn_args &to, std::array<Tensor, 2> &r) {
-    to.out = r[0].view;
-    if (r[1]) to.lse = r[1].view;
-}
-
-// (dq, dk, dv, dsinks); dsinks is empty without sinks.
-void place_gradients(gk_flash_attn_bwd_args &to, std::array<Tensor, 4> &r) {
-    to.dq = r[0].view;
-    to.dk = r[1].view;
-    to.dv = r[2].view;
-    if (to.fwd.rules.sinks) to.dsinks = &r[3].view;
-}
 
 // ---- dense --------------------------------------------------------------------------------------
 struct FlashAttn {
@@ -65,7 +17,7 @@ struct FlashAttn {
 
     void fill(C &to) {
         fill_call(*this, to);
-        to.out.dtype = dtype_of_result(*this, out_dtype);
+        to.out.dtype = dtype_of_result(out_dtype, q.view.dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
     const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
@@ -99,7 +51,7 @@ struct FlashAttnVarlen {
     void fill(C &to) {
         fill_call(*this, to);
         fill_lengths(*this, to);
-        to.out.dtype = dtype_of_result(*this, out_dtype);
+        to.out.dtype = dtype_of_result(out_dtype, q.view.dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
     static constexpr bool runs_empty = true; // a GPU checks the lengths even without tokens
@@ -171,22 +123,9 @@ template <bool JOINS> struct Written {
     WrittenTensor out, lse; // [B, Hq, Sq, Dv], [B, Hq, Sq]
     GK_RULES(flash_attn_into)
 
-    using C = AccumulateArgs;
-    using Results = std::array<Tensor, 0>;
-    static constexpr const char *name = JOINS ? "flash_attn_accumulate" : "flash_attn_into";
-    static constexpr int num_results = 0;
+    GK_OP_OF_MEMBER(fwd, flash_attn_fwd, AccumulateArgs,
+                    JOINS ? "flash_attn_accumulate" : "flash_attn_into", 0)
     GK_TENSORS_AND_RULES(flash_attn_into, q, k, v, out, lse)
-
-    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
-        return gk_check_flash_attn_fwd(ctx, &x->fwd, io);
-    }
-    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
-        return gk_plan_flash_attn_fwd(ctx, &x->fwd, to);
-    }
-    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace,
-                         size_t bytes) {
-        return gk_run_flash_attn_fwd(ctx, &x->fwd, plan, workspace, bytes);
-    }
 
     void fill(C &to) {
         fill_call(*this, to);

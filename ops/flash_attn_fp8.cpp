@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn_fp8.cpp: flash_attn and flash_attn_varlen for q, k and v in float8_e4m3fn. Forward
 // only.
-#include "rules.h"
+#include "attn.h"
 #include "words.h"
 
 namespace gk {
@@ -9,19 +9,10 @@ namespace {
 
 template <class O> void fill_fp8(const O &op, gk_flash_attn_fp8_args &to) {
     static const char *const words[] = {"auto", "fast", "precise"};
-    to.fwd.size = sizeof to.fwd;
-    to.fwd.q = op.q.view;
-    to.fwd.k = op.k.view;
-    to.fwd.v = op.v.view;
-    op.fill_rules(to);
-    to.fwd.out.dtype = op.out_dtype.given ? gk_of(op.out_dtype.code) : GK_BF16;
+    fill_call(op, to);
+    to.fwd.out.dtype = dtype_of_result(op.out_dtype, GK_BF16);
     to.accumulate =
         static_cast<gk_attn_accumulate>(parse_word(O::name, "accumulate", op.accumulate, words));
-}
-
-void place_fp8(gk_flash_attn_fp8_args &to, std::array<Tensor, 2> &r) {
-    to.fwd.out = r[0].view;
-    if (r[1]) to.fwd.lse = r[1].view;
 }
 
 struct FlashAttnFp8 {
@@ -32,7 +23,7 @@ struct FlashAttnFp8 {
     GK_TENSORS_AND_RULES(flash_attn_fp8, q, k, v)
 
     void fill(C &to) { fill_fp8(*this, to); }
-    static void place(C &to, Results &r) { place_fp8(to, r); }
+    static void place(C &to, Results &r) { place_forward(to.fwd, r); }
     const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
 };
 
@@ -47,12 +38,9 @@ struct FlashAttnVarlenFp8 {
 
     void fill(C &to) {
         fill_fp8(*this, to);
-        to.fwd.cu_seqlens_q = &cu_seqlens_q.view;
-        to.fwd.cu_seqlens_k = &cu_seqlens_k.view;
-        to.fwd.max_seqlen_q = max_seqlen_q;
-        to.fwd.max_seqlen_k = max_seqlen_k;
+        fill_lengths(*this, to.fwd);
     }
-    static void place(C &to, Results &r) { place_fp8(to, r); }
+    static void place(C &to, Results &r) { place_forward(to.fwd, r); }
     static constexpr bool runs_empty = true; // a GPU checks the lengths even without tokens
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn_masked.cpp: flash_attn with a mask or a bias, and its gradients.
-#include "gpukern.h"
-#include "rules.h"
+#include "attn.h"
 
 namespace gk {
 namespace {
@@ -36,39 +35,16 @@ struct FlashAttnMasked {
     GK_SCORES
     GK_RULES(flash_attn)
 
-    using C = MaskedArgs;
-    using Results = std::array<Tensor, 2>;
-    static constexpr const char *name = "flash_attn";
-    static constexpr int num_results = 2;
+    GK_OP_OF_MEMBER(fwd, flash_attn_fwd, MaskedArgs, "flash_attn", 2)
     GK_TENSORS_AND_RULES(flash_attn, q, k, v, attn_mask, bias, distance_bias)
 
-    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
-        return gk_check_flash_attn_fwd(ctx, &x->fwd, io);
-    }
-    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
-        return gk_plan_flash_attn_fwd(ctx, &x->fwd, to);
-    }
-    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace,
-                         size_t bytes) {
-        return gk_run_flash_attn_fwd(ctx, &x->fwd, plan, workspace, bytes);
-    }
-    static gk_status describe(const gk_context *ctx, const C *x, gk_explanation *out) {
-        return gk_describe_flash_attn_fwd(ctx, &x->fwd, out);
-    }
-
     void fill(C &to) {
+        fill_call(*this, to);
         to.fwd.size = sizeof(gk_flash_attn_masked_args);
-        to.fwd.q = q.view;
-        to.fwd.k = k.view;
-        to.fwd.v = v.view;
-        fill_rules(to.fwd);
-        to.fwd.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : q.view.dtype;
+        to.fwd.out.dtype = dtype_of_result(out_dtype, q.view.dtype);
         fill_scores(*this, to.scores);
     }
-    static void place(C &to, Results &r) {
-        to.fwd.out = r[0].view;
-        if (r[1]) to.fwd.lse = r[1].view;
-    }
+    static void place(C &to, Results &r) { place_forward(to.fwd, r); }
     const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
 };
 
@@ -79,36 +55,13 @@ struct FlashAttnMaskedBwd {
     bool need_bias, need_distance_bias;
     GK_RULES(flash_attn_bwd)
 
-    using C = MaskedBwdArgs;
-    using Results = std::array<Tensor, 6>;
-    static constexpr const char *name = "flash_attn_bwd";
-    static constexpr int num_results = 6;
+    GK_OP_OF_MEMBER(bwd, flash_attn_bwd, MaskedBwdArgs, "flash_attn_bwd", 6)
     GK_TENSORS_AND_RULES(flash_attn_bwd, grad_out, q, k, v, out, lse, grad_lse, attn_mask, bias,
                          distance_bias)
 
-    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
-        return gk_check_flash_attn_bwd(ctx, &x->bwd, io);
-    }
-    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
-        return gk_plan_flash_attn_bwd(ctx, &x->bwd, to);
-    }
-    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace,
-                         size_t bytes) {
-        return gk_run_flash_attn_bwd(ctx, &x->bwd, plan, workspace, bytes);
-    }
-
     void fill(C &to) {
+        fill_gradients(*this, to.bwd);
         to.bwd.size = sizeof(gk_flash_attn_masked_bwd_args);
-        to.bwd.fwd.size = sizeof to.bwd.fwd;
-        to.bwd.fwd.q = q.view;
-        to.bwd.fwd.k = k.view;
-        to.bwd.fwd.v = v.view;
-        to.bwd.fwd.out = out.view;
-        to.bwd.fwd.lse = lse.view;
-        to.bwd.grad_out = grad_out.view;
-        to.bwd.grad_lse = grad_lse.view_or_null();
-        to.bwd.dq.dtype = grad_dtype.given ? gk_of(grad_dtype.code) : q.view.dtype;
-        fill_rules(to.bwd);
         fill_scores(*this, to.scores);
         if (need_bias) to.dbias = &to.wanted[0];
         if (need_distance_bias) to.ddistance_bias = &to.wanted[1];
@@ -117,10 +70,7 @@ struct FlashAttnMaskedBwd {
     // (dq, dk, dv, dsinks, dbias, ddistance_bias). Gradients of absent arguments, and biases'
     // gradients that are not needed, are empty.
     static void place(C &to, Results &r) {
-        to.bwd.dq = r[0].view;
-        to.bwd.dk = r[1].view;
-        to.bwd.dv = r[2].view;
-        if (to.bwd.fwd.rules.sinks) to.bwd.dsinks = &r[3].view;
+        place_gradients(to.bwd, r);
         if (to.dbias) to.dbias = &r[4].view;
         if (to.ddistance_bias) to.ddistance_bias = &r[5].view;
     }
