@@ -168,6 +168,13 @@ static int64_t packed_cells(const gk_gemm_isa *isa, int64_t k) {
     return gk_round_up(gk_ceil_div(k, isa->pair), whole_cells(isa));
 }
 
+static bool has_tiles(const gk_gemm_isa *isa) { return isa->pack_rows_any != NULL; }
+
+/* The bytes of a buffer of cells. Another w cells take the overrun of narrow panels. */
+static size_t buffer_bytes(int64_t cells, const gk_gemm_isa *isa) {
+    return (size_t)gk_round_up((cells + isa->w) * 4, 64);
+}
+
 /* float32 a that is contiguous along either dimension can be read in place as rows or strips.
  * Rows a multiple of 4 KiB apart are excluded: they share one set of the L1. */
 static bool can_read_a(const gk_gemm_problem *p, gk_dtype dtype, const gk_gemm_isa *isa,
@@ -182,93 +189,120 @@ static bool can_read_b(const gk_gemm_problem *p, gk_dtype dtype, const gk_gemm_i
            p->b_n == 1 && p->b_k % 256 != 0;
 }
 
-static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
+/* Decides whether all tasks share one packed b, and how many columns of it a phase packs. The
+ * spans are equal, and the two phases of a span must be worth their barriers. */
+static void share_b(plan *x, const gk_context *ctx, const gk_gemm_isa *isa) {
+    const gk_gemm_problem *p = &x->p;
     const gk_gemm_blocks *bl = isa->blocks;
     const int64_t nr = 2 * isa->w;
-    plan x;
-    x.p = gk_cpu_gemm_problem(args);
-    const gk_gemm_problem *p = &x.p;
-    /* The number of columns that the shared buffer holds, in equal spans. The two phases of a
-     * span must be worth their barriers. */
     const int64_t fit =
         GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, packed_cells(isa, p->k))) / nr * nr;
-    x.span =
-        gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, gk_max_i64(fit, nr)))), nr);
-    x.shared = p->m > bl->own.mb && fit > 0 && x.span >= gk_min_i64(p->n, bl->own.nb) &&
-               (double)p->m * (double)gk_min_i64(p->n, x.span) * (double)p->k >= GK_GEMM_SHARED_MIN;
-    const bool tiles = isa->pack_rows_any != NULL;
-    if (tiles && p->k <= GK_GEMM_KEPT_K && p->n >= 2 * bl->own.nb * gk_num_threads(ctx))
-        x.shared = false;
-    if (!x.shared) x.span = p->n;
-    const bool across = p->m <= GK_GEMM_SMALL_M && p->b_n == 1 && isa->w == 16 && isa->pair == 1 &&
-                        gk_cpu_is_intel();
-    const gk_gemm_block *most = x.shared ? &bl->shared : across ? &small_m_of_intel : &bl->own;
-    if (tiles && p->m <= GK_GEMM_SMALL_M)
-        most = p->b_n != 1 && 2 * p->m * p->k <= GK_GEMM_ONCE_BYTES / 2 ? &small_m_along_of_amx
-                                                                        : &small_m_of_amx;
-    const int64_t n = gk_min_i64(p->n, x.span), batch = x.shared ? 1 : p->batch; /* of a phase */
-    x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
-    x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
+    const int64_t spans = gk_max_i64(1, gk_ceil_div(p->n, gk_max_i64(fit, nr)));
+    x->span = gk_round_up(gk_ceil_div(p->n, spans), nr);
+    const double work = (double)p->m * (double)gk_min_i64(p->n, x->span) * (double)p->k;
+    x->shared = p->m > bl->own.mb && fit > 0 && x->span >= gk_min_i64(p->n, bl->own.nb) &&
+                work >= GK_GEMM_SHARED_MIN;
+    if (has_tiles(isa) && p->k <= GK_GEMM_KEPT_K && p->n >= 2 * bl->own.nb * gk_num_threads(ctx))
+        x->shared = false;
+    if (!x->shared) x->span = p->n;
+}
+
+/* The largest block that suits the product: a measured one of blocks.h or of the tables above. */
+static const gk_gemm_block *largest_block(const plan *x, const gk_gemm_isa *isa) {
+    const gk_gemm_problem *p = &x->p;
+    const bool small_m = p->m <= GK_GEMM_SMALL_M;
+    if (has_tiles(isa) && small_m) {
+        const bool worker_keeps_a = 2 * p->m * p->k <= GK_GEMM_ONCE_BYTES / 2;
+        return p->b_n != 1 && worker_keeps_a ? &small_m_along_of_amx : &small_m_of_amx;
+    }
+    if (x->shared) return &isa->blocks->shared;
+    if (small_m && p->b_n == 1 && isa->w == 16 && isa->pair == 1 && gk_cpu_is_intel())
+        return &small_m_of_intel;
+    return &isa->blocks->own;
+}
+
+/* Cuts a phase into blocks: a few tasks per thread, as long as a task is worth its packing. */
+static void cut_into_blocks(plan *x, const gk_context *ctx, const gk_gemm_isa *isa) {
+    const gk_gemm_problem *p = &x->p;
+    const gk_gemm_blocks *bl = isa->blocks;
+    const gk_gemm_block *most = largest_block(x, isa);
+    const int64_t nr = 2 * isa->w, n = gk_min_i64(p->n, x->span), batch = x->shared ? 1 : p->batch;
+    x->m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
+    x->n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
     /* One block that is a quarter longer is better than two short ones. Blocks of k that do not
      * depend on M give a row the same sums in every batch. */
     const bool invariant = gk_batch_invariant();
     const int64_t kb = invariant ? bl->own.kb : most->kb;
-    x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, kb + kb / 4));
+    x->k_blocks = gk_max_i64(1, gk_ceil_div(p->k, kb + kb / 4));
     /* With a small M reading b dominates. All blocks of b but the first are prefetched during
      * the product. */
-    if (!invariant && !x.shared && p->m <= GK_GEMM_SMALL_M)
-        x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
-    /* a few tasks per thread, as long as a task is worth its packing */
+    if (!invariant && !x->shared && p->m <= GK_GEMM_SMALL_M)
+        x->k_blocks =
+            gk_max_i64(x->k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     const int64_t threads = gk_num_threads(ctx);
     const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * threads;
     for (;;) {
-        int64_t tasks = batch * x.m_blocks * x.n_blocks;
-        int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(n, x.n_blocks);
+        int64_t tasks = batch * x->m_blocks * x->n_blocks;
+        int64_t mb = gk_ceil_div(p->m, x->m_blocks), nb = gk_ceil_div(n, x->n_blocks);
         if (tasks >= wanted || mb * nb * p->k < bl->min_task || (mb < 2 * isa->mr && nb < 2 * nr))
             break;
-        if (mb >= (x.shared ? 8 * isa->mr : gk_max_i64(nb, 2 * isa->mr)))
-            ++x.m_blocks;
+        if (mb >= (x->shared ? 8 * isa->mr : gk_max_i64(nb, 2 * isa->mr)))
+            ++x->m_blocks;
         else if (nb >= 2 * nr)
-            ++x.n_blocks;
+            ++x->n_blocks;
         else
-            ++x.m_blocks;
+            ++x->m_blocks;
     }
     /* a phase lasts as long as its last task, so every thread gets the same number of tasks */
-    for (int64_t i = 0; x.shared && i < threads && x.m_blocks * x.n_blocks % threads &&
-                        x.m_blocks * x.n_blocks < 8 * threads && p->m / x.m_blocks >= 8 * isa->mr;
+    for (int64_t i = 0;
+         x->shared && i < threads && x->m_blocks * x->n_blocks % threads &&
+         x->m_blocks * x->n_blocks < 8 * threads && p->m / x->m_blocks >= 8 * isa->mr;
          ++i)
-        ++x.m_blocks;
-    x.mb = gk_ceil_div(p->m, x.m_blocks);
-    x.nb = gk_max_i64(nr, gk_round_up(gk_ceil_div(n, x.n_blocks), nr));
-    x.n_blocks = gk_max_i64(1, gk_ceil_div(n, x.nb));
-    x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair * whole_cells(isa));
-    x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
+        ++x->m_blocks;
+    x->mb = gk_ceil_div(p->m, x->m_blocks);
+    x->nb = gk_max_i64(nr, gk_round_up(gk_ceil_div(n, x->n_blocks), nr));
+    x->n_blocks = gk_max_i64(1, gk_ceil_div(n, x->nb));
+    x->kb = gk_round_up(gk_ceil_div(p->k, x->k_blocks), isa->pair * whole_cells(isa));
+    x->k_blocks = x->kb ? gk_ceil_div(p->k, x->kb) : 1;
+}
+
+/* Decides which operands are packed, where sums stand between blocks of k, and the bytes of each
+ * buffer. */
+static void choose_buffers(plan *x, const gk_gemm_args *args, const gk_gemm_isa *isa) {
+    const gk_gemm_problem *p = &x->p;
     const gk_gemm_result *e = &p->epilogue;
+    const bool tiles = has_tiles(isa);
     /* The last columns of a direct product add a block of k in another order than the others. If
      * N is 1, rows are those columns. */
-    x.direct = !invariant && e->out_dtype == GK_F32 && (float)e->alpha == 1 &&
-               e->activation == GK_ACT_NONE && !args->bias && !args->preact &&
-               !(args->c && args->beta != 0);
-    x.block = x.k_blocks > 1 && !x.direct;
-    /* cells are 4 bytes; w cells behind each buffer take the overrun of narrow panels */
-    x.a_rows = p->a_k == 1 || tiles;
-    x.a_in_place = can_read_a(p, args->a.dtype, isa, x.shared);
-    x.b_in_place = can_read_b(p, args->a.dtype, isa) && !x.shared;
-    x.sum_cells = tiles ? INT64_MAX / 2 : isa->pair > 1 ? SUM_PAIRS : SUM_CELLS;
-    x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
-    x.a_bytes =
-        (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
-    x.a_once = !x.shared &&
-               (tiles ? x.n_blocks > 1 : p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2) &&
-               (int64_t)x.a_bytes * x.k_blocks <= GK_GEMM_ONCE_BYTES;
-    x.b_bytes = x.shared ? 0 : (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
-    x.shared_bytes =
-        x.shared ? (size_t)gk_round_up((x.span * (x.k_blocks * x.kb / isa->pair) + isa->w) * 4, 64)
-                 : 0;
-    x.c_bytes = (size_t)(4 * (x.block ? x.mb * x.nb : 0) + 4 * isa->mr * nr);
-    x.c_bytes = (size_t)gk_round_up((int64_t)x.c_bytes, 64);
-    x.worker_bytes =
-        x.b_bytes + x.c_bytes + (x.a_once ? 64 + x.a_bytes * (size_t)x.k_blocks : x.a_bytes);
+    x->direct = !gk_batch_invariant() && e->out_dtype == GK_F32 && (float)e->alpha == 1 &&
+                e->activation == GK_ACT_NONE && !args->bias && !args->preact &&
+                !(args->c && args->beta != 0);
+    x->block = x->k_blocks > 1 && !x->direct;
+    x->a_rows = p->a_k == 1 || tiles;
+    x->a_in_place = can_read_a(p, args->a.dtype, isa, x->shared);
+    x->b_in_place = can_read_b(p, args->a.dtype, isa) && !x->shared;
+    x->sum_cells = tiles ? INT64_MAX / 2 : isa->pair > 1 ? SUM_PAIRS : SUM_CELLS;
+
+    const int64_t cells = x->kb / isa->pair;
+    x->a_ld = gk_round_up(cells, isa->w) + 16;
+    x->a_bytes = buffer_bytes(x->mb * (x->a_rows ? x->a_ld : cells), isa);
+    x->a_once = !x->shared &&
+                (tiles ? x->n_blocks > 1 : p->batch == 1 && x->m_blocks == 1 && x->n_blocks > 2) &&
+                (int64_t)x->a_bytes * x->k_blocks <= GK_GEMM_ONCE_BYTES;
+    x->b_bytes = x->shared ? 0 : buffer_bytes(x->nb * cells, isa);
+    x->shared_bytes =
+        x->shared ? buffer_bytes(x->span * (x->k_blocks * x->kb / isa->pair), isa) : 0;
+    x->c_bytes =
+        (size_t)gk_round_up(4 * ((x->block ? x->mb * x->nb : 0) + 2 * isa->mr * isa->w), 64);
+    x->worker_bytes =
+        x->b_bytes + x->c_bytes + (x->a_once ? 64 + x->a_bytes * (size_t)x->k_blocks : x->a_bytes);
+}
+
+static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
+    plan x = {.p = gk_cpu_gemm_problem(args)};
+    share_b(&x, ctx, isa);
+    cut_into_blocks(&x, ctx, isa);
+    choose_buffers(&x, args, isa);
     return x;
 }
 
@@ -321,7 +355,7 @@ static int64_t strip_start(int64_t rows, int64_t strips, int64_t s) {
 /* Strips of a block are even, too, except on AMX, which would have to configure its tiles at
  * each change. */
 static int64_t strip_of(const gk_gemm_isa *isa, int64_t rows, int64_t strips, int64_t s) {
-    return isa->pack_rows_any ? gk_min_i64(rows, s * isa->mr) : strip_start(rows, strips, s);
+    return has_tiles(isa) ? gk_min_i64(rows, s * isa->mr) : strip_start(rows, strips, s);
 }
 
 /* The shared b: for each k block its consecutive panels. */
@@ -344,7 +378,7 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
     const gk_gemm_problem *p = &x->p;
     const gk_dtype dtype = jb->args->a.dtype;
     const int64_t strips = gk_ceil_div(rows, jb->isa->mr), cells = gk_ceil_div(kn, jb->isa->pair);
-    if (jb->isa->pack_rows_any) {
+    if (has_tiles(jb->isa)) {
         jb->isa->pack_rows_any(to, x->a_ld, a, dtype, p->a_m, p->a_k, rows, kn);
         return;
     }
@@ -444,7 +478,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
         /* AMX: prefetches of distant lines would occupy the L1's fill buffers while tile loads
          * wait for the L2 */
         const int64_t kn_next =
-            !x->shared && !isa->pack_rows_any ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
+            !x->shared && !has_tiles(isa) ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
         fetch next = fetch_make(p, gk_at(b, es * (k0 + kn) * p->b_k), es, cols, kn_next);
         const int64_t share = gk_ceil_div(next.rows * next.lines, panels * strips);
         for (int64_t jr = 0; jr < panels; ++jr) {

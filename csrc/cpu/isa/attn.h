@@ -19,11 +19,13 @@ typedef struct attn_seq {
     gk_span span;
 } attn_seq;
 
+/* What every block of a call has in common. */
 typedef struct attn_shape {
     int64_t batch, heads_q, heads_kv, group, head_dim, head_dim_v;
     int64_t max_seq_q, max_seq_k; /* upper bounds over the batch; sizes of dense calls */
     int64_t sum_cells; /* of scores and of dP: the same in forward and backward, so that a score is
                           one float */
+    float scale;       /* of scores */
     bool packed;
 } attn_shape;
 
@@ -47,6 +49,7 @@ INLINE attn_shape attn_shape_of(const gk_flash_attn_args *a) {
     s.max_seq_q = s.packed ? gk_min_i64(a->max_seqlen_q, a->q.shape[0]) : a->q.shape[2];
     s.max_seq_k = s.packed ? gk_min_i64(a->max_seqlen_k, a->k.shape[0]) : a->k.shape[2];
     s.sum_cells = attn_sum_cells(a->q.dtype, s.max_seq_q);
+    s.scale = (float)a->rules.scale;
     return s;
 }
 

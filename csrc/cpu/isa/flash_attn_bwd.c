@@ -72,13 +72,11 @@ static void pair_rows(pair *t, int64_t h, int64_t i0, int64_t rows) {
     }
 }
 
-static float scale_of(const job *g) { return (float)g->args->fwd.rules.scale; }
-
 /* A block [dim][NR] of dQ, transposed into rows. */
 static void store_dq(const job *g, const float *block, int64_t rows, void *dst,
                      int64_t row_stride) {
     const int64_t dim = g->shape.head_dim, es = (int64_t)gk_dtype_bytes(g->grad);
-    const float scale = scale_of(g);
+    const float scale = g->shape.scale;
     for (int64_t i = 0; i < rows; i += W)
         for (int64_t d = 0; d < dim; d += W) {
             vc r[W];
@@ -186,7 +184,7 @@ typedef struct task_state {
 static void set_rules(task_state *s) {
     pair *t = &s->t;
     const gk_attn_rules *rules = &t->g->args->fwd.rules;
-    t->q_scale = scale_of(t->g);
+    t->q_scale = t->g->shape.scale;
     const float lacks = PAIR == 2 ? t->q_scale : 1;
     t->factor = lacks * ATTN_UNIT;
     if (t->g->args->dsinks) t->left = s->left;
@@ -278,7 +276,7 @@ static void begin_keys(task_state *s, int64_t key0, int64_t keys) {
 static void end_keys(const task_state *s) {
     const job *g = s->t.g;
     const int row_dim = attn_row_dim(&g->shape);
-    store_rows(g, s->w.dk, g->z.ld_d, s->t.keys, g->shape.head_dim, scale_of(g),
+    store_rows(g, s->w.dk, g->z.ld_d, s->t.keys, g->shape.head_dim, g->shape.scale,
                s->dk + s->t.key0 * s->dk_row_bytes, g->args->dk.stride[row_dim]);
     store_rows(g, s->w.dv, g->z.ld_dv, s->t.keys, g->shape.head_dim_v, (float)g->dropout.factor,
                s->dv + s->t.key0 * s->dv_row_bytes, g->args->dv.stride[row_dim]);

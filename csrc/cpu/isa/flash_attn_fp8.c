@@ -167,7 +167,7 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .v_row_bytes = x.v_row,
                             .decode = decode_tile,
                             .codes = &codes};
-    attn_block(&job->attn, &lanes, &keys, (float)job->args->fwd.rules.scale, v_power, scratch);
+    attn_block(&job->attn, &lanes, &keys, s->scale, v_power, scratch);
 }
 
 /* ---- the instance of tables.c ---------------------------------------------------------------- */

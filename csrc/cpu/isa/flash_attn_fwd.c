@@ -224,7 +224,7 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .v_row_bytes = element_bytes * x.v_row,
                             .dropout = job->dropout.most ? &job->dropout : NULL};
     char *scratch = job->workspace + worker * job->scratch_bytes;
-    const float scale = (float)a->rules.scale, factor = (float)job->dropout.factor;
+    const float scale = s->scale, factor = (float)job->dropout.factor;
     if (job->attn.scores)
         attn_block_masked(&job->attn, &lanes, &keys, &x, b, h_kv, first, scale, factor, scratch);
     else

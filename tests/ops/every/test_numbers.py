@@ -11,7 +11,7 @@ from conftest import FLOATS, ops, torch_gpukern
 
 
 def calls(device):
-    """op -> (a call of it that wants gradients, its arguments that are numbers)."""
+    """op -> a call of it that wants gradients."""
     x = torch.ones(1, 2, 4, 8, device=device, requires_grad=True)
     packed = torch.ones(4, 2, 8, device=device, requires_grad=True)
     cu = torch.tensor([0, 4], dtype=torch.int32, device=device)
@@ -22,75 +22,41 @@ def calls(device):
     )
     out, lse = ops.flash_attn_fwd(x.detach(), x.detach(), x.detach())
     packed_out = ops.flash_attn_varlen_fwd(*(packed.detach(),) * 3, cu, cu, 4, 4)
-    dense = (
-        "is_causal",
-        "scale",
-        "diagonal",
-        "window_left",
-        "window_right",
-        "softcap",
-        "dropout_p",
-    )
-    rest = (
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "is_causal",
-        "scale",
-        "window_left",
-        "window_right",
-        "softcap",
-        "dropout_p",
-    )
-    paged = (
-        "max_seqlen_q",
-        "scale",
-        "window_left",
-        "softcap",
-        "is_causal",
-        "window_right",
-        "allow_short",
-        "batch_invariant",
-    )
     varlen = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     pages = dict(q=packed, k_cache=cache, v_cache=cache, block_table=table, seq_lens=lens)
     qkv, tokens = dict(q=x, k=x, v=x), dict(q=packed, k=packed, v=packed, **varlen)
     product = dict(a=x, b=x.detach().mT)
+    grads = dict(grad_out=out, **qkv, out=out, lse=lse)
+    packed_grads = dict(grad_out=packed_out[0], **tokens, out=packed_out[0], lse=packed_out[1])
     return {
-        "gemm": (product, ("alpha", "beta")),
-        "gemm_fwd": (product, ("alpha", "beta")),
-        "flash_attn": (qkv, dense),
-        "flash_attn_fwd": (qkv, dense),
-        "flash_attn_bwd": (
-            dict(grad_out=out, **qkv, out=out, lse=lse),
-            (*dense, "deterministic", "is_part"),
-        ),
-        "flash_attn_varlen": (tokens, rest),
-        "flash_attn_varlen_fwd": (tokens, rest),
-        "flash_attn_varlen_bwd": (
-            dict(grad_out=packed_out[0], **tokens, out=packed_out[0], lse=packed_out[1]),
-            (*rest, "deterministic", "is_part"),
-        ),
-        "paged_attn": (pages, paged),
-        "paged_attn_fwd": (pages, paged),
+        "gemm": product,
+        "gemm_fwd": product,
+        "flash_attn": qkv,
+        "flash_attn_fwd": qkv,
+        "flash_attn_bwd": grads,
+        "flash_attn_varlen": tokens,
+        "flash_attn_varlen_fwd": tokens,
+        "flash_attn_varlen_bwd": packed_grads,
+        "paged_attn": pages,
+        "paged_attn_fwd": pages,
     }
 
 
-def learnable(argument, device):
-    """Of a value that the call would take; of the default where there is one, which no shortcut may
-    drop."""
-    value = {
-        "alpha": 1,
-        "beta": 1,
-        "scale": 1,
-        "diagonal": 0,
-        "softcap": 0,
-        "dropout_p": 0,
-        "max_seqlen_q": 4,
-        "max_seqlen_k": 4,
-        "is_causal": 1,
-        "deterministic": 1,
-        "is_part": 1,
-    }.get(argument, -1)
+def numbers_of(op):
+    """The arguments of an op that are numbers: name -> default, None where there is none."""
+    kinds = ("float", "Optional[float]", "int", "SymInt", "bool")
+    arguments = getattr(ops, op).default._schema.arguments
+    return {
+        a.name: a.default_value if a.has_default_value() else None
+        for a in arguments
+        if str(a.type) in kinds
+    }
+
+
+def learnable(default, device):
+    """A number that wants a gradient. It is the default where there is one, which no shortcut may
+    drop, and otherwise 4, the length of each sequence."""
+    value = 4 if default is None else default
     return torch.nn.Parameter(torch.tensor(float(value), device=device))
 
 
@@ -102,15 +68,12 @@ def ways_in(op):
 
 @pytest.mark.parametrize("op", calls("cpu"))
 def test_a_number_that_wants_a_gradient_is_refused_by_name(op, device):
-    call, numbers = calls(device)[op]
-    schema = [str(a.type) for a in getattr(ops, op).default._schema.arguments]
-    assert len(numbers) == sum(
-        t in ("float", "Optional[float]", "int", "SymInt", "bool") for t in schema
-    )
-    for argument in numbers:
+    call, numbers = calls(device)[op], numbers_of(op)
+    assert len(numbers) > 1
+    for argument, default in numbers.items():
         for f in ways_in(op):
             with pytest.raises(ValueError) as error:
-                f(**call | {argument: learnable(argument, device)})
+                f(**call | {argument: learnable(default, device)})
             assert str(error.value) == (
                 f"gpukern::{op.removesuffix('_fwd')}: {argument} is a number without a gradient, "
                 f"got a tensor that requires one; "
@@ -120,7 +83,7 @@ def test_a_number_that_wants_a_gradient_is_refused_by_name(op, device):
 
 @pytest.mark.parametrize("op", ("gemm", "flash_attn", "flash_attn_varlen", "paged_attn"))
 def test_it_is_refused_by_position_too_and_taken_without_a_gradient(op, device):
-    call, numbers = calls(device)[op]
+    call = calls(device)[op]
     argument = "alpha" if op == "gemm" else "scale"
     names = [a.name for a in getattr(ops, op).default._schema.arguments]
     defaults = [a.default_value for a in getattr(ops, op).default._schema.arguments]
