@@ -1009,6 +1009,62 @@ def for_dtype(kwargs, dtype):
 # paged caches
 
 
+def paged_modifiers(name, batch, heads, gen, dtype, device):
+    """The arguments of paged_attn beyond its five tensors. heads: of q, of the cache."""
+    extra = logit_dtype(dtype)
+    heads_q, heads_kv = heads
+    slopes = torch.rand(heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
+    slopes_b = torch.rand(batch, heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
+    sinks = randn(gen, heads_q, dtype=extra, device=device)
+    off = sinks.clone()
+    off[::2] = -math.inf
+    # past some sequences' ends
+    start = torch.tensor([3, 40, -2, 0, 70, 2], dtype=torch.int32, device=device)[:batch]
+    k_scale, v_scale = (
+        torch.rand(heads_kv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2)
+    )
+    of_heads = dict(k_scale=k_scale, v_scale=v_scale)
+    of_all = dict(k_scale=k_scale[0], v_scale=v_scale[0])
+    return {
+        "none": {},
+        "full": dict(is_causal=False),
+        "full_right": dict(is_causal=False, window_right=2),
+        "full_all": dict(is_causal=False, scale=0.2, softcap=2.5, sinks=sinks),
+        "scale": dict(scale=-0.3),
+        "window": dict(window_left=20),
+        "window_zero": dict(window_left=0),
+        "window_wide": dict(window_left=2**63 - 1),
+        "window_right": dict(window_left=3, window_right=1),
+        "softcap": dict(softcap=1.5),
+        "alibi": dict(alibi_slopes=slopes),
+        "alibi_batch": dict(alibi_slopes=slopes_b),
+        "sinks": dict(sinks=sinks),
+        "sinks_off": dict(sinks=off),
+        "sinks_own": dict(sinks=off.to(dtype)),
+        "kv_start": dict(kv_start=start),
+        "kv_start_window": dict(
+            kv_start=start, window_left=20, is_causal=False, alibi_slopes=slopes
+        ),
+        "kv_start_all": dict(
+            scale=0.2, window_left=5, softcap=2.5, sinks=sinks, kv_start=start, **of_heads
+        ),
+        "kv_start_alibi": dict(
+            window_left=7,
+            window_right=0,
+            softcap=2.5,
+            sinks=sinks,
+            kv_start=start,
+            alibi_slopes=slopes_b,
+            **of_all,
+        ),
+        "scales": of_all,
+        "scales_head": of_heads,
+        "all": dict(
+            scale=0.2, window_left=50, softcap=2.5, alibi_slopes=slopes_b, sinks=off, **of_heads
+        ),
+    }[name]
+
+
 class Paged:
     """A paged cache with shuffled pages, and the dense keys and values that it contains.
 

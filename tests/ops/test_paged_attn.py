@@ -20,6 +20,7 @@ from conftest import (
     guarded,
     logit_dtype,
     ops,
+    paged_modifiers,
     randn,
     reference,
     same_bits,
@@ -73,48 +74,6 @@ MODIFIERS = (
 MORE_MODIFIERS = ("sinks_own", "kv_start", "kv_start_window")
 
 
-def modifiers(name, batch, heads, gen, dtype, device):
-    """The arguments of paged_attn beyond the five tensors."""
-    extra = logit_dtype(dtype)
-    hq, hkv = heads
-    slopes = torch.rand(hq, generator=gen, dtype=torch.float64).to(extra).to(device)
-    slopes_b = torch.rand(batch, hq, generator=gen, dtype=torch.float64).to(extra).to(device)
-    sinks = randn(gen, hq, dtype=extra, device=device)
-    off = sinks.clone()
-    off[::2] = -math.inf
-    # past some sequences' ends
-    start = torch.tensor([3, 40, -2, 0, 70], dtype=torch.int32, device=device)[:batch]
-    k_scale, v_scale = (torch.rand(hkv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2))
-    return {
-        "none": {},
-        "full": dict(is_causal=False),
-        "scale": dict(scale=-0.3),
-        "window": dict(window_left=20),
-        "window_zero": dict(window_left=0),
-        "softcap": dict(softcap=1.5),
-        "alibi": dict(alibi_slopes=slopes),
-        "alibi_batch": dict(alibi_slopes=slopes_b),
-        "sinks": dict(sinks=sinks),
-        "sinks_off": dict(sinks=off),
-        "sinks_own": dict(sinks=off.to(dtype)),
-        "kv_start": dict(kv_start=start),
-        "kv_start_window": dict(
-            kv_start=start, window_left=20, is_causal=False, alibi_slopes=slopes
-        ),
-        "scales": dict(k_scale=k_scale[0], v_scale=v_scale[0]),
-        "scales_head": dict(k_scale=k_scale, v_scale=v_scale),
-        "all": dict(
-            scale=0.2,
-            window_left=50,
-            softcap=2.5,
-            alibi_slopes=slopes_b,
-            sinks=off,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        ),
-    }[name]
-
-
 def make(gen, batch, heads, dims, block_size, dtype, device, order="NHD", **kwargs):
     return Paged(gen, *BATCHES[batch], *heads, *dims, block_size, dtype, device, order, **kwargs)
 
@@ -164,7 +123,7 @@ def test_forward(case, device):
     paged = make(
         gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order
     )
-    kwargs = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    kwargs = paged_modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
     unchanged = snapshot(*paged.args(), **kwargs)
     out, lse = call(paged, **kwargs)
     unchanged()
@@ -193,7 +152,7 @@ def test_head_dims(case, device):
         pytest.skip("CUDA serves multiples of 8 up to 576")
     gen = generator("paged dims", case.id)
     paged = make(gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device)
-    kwargs = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    kwargs = paged_modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
     check_paged(paged, *call(paged, **kwargs), kwargs)
 
 
@@ -522,7 +481,7 @@ def test_max_seqlen_q_is_an_upper_bound_and_unread_without_lengths(device):
 def test_public_function(device):
     gen = generator("paged public")
     paged = make(gen, "decode", (4, 2), (16, 16), 8, torch.float32, device)
-    kwargs = modifiers("all", 5, (4, 2), gen, torch.float32, device)
+    kwargs = paged_modifiers("all", 5, (4, 2), gen, torch.float32, device)
     out, lse = torch_gpukern.paged_attn(*paged.args(), return_lse=True, **kwargs)
     raw_out, raw_lse = ops.paged_attn_fwd(*paged.args(), **kwargs)
     assert same_bits(out, raw_out) and same_bits(lse, raw_lse)

@@ -15,7 +15,7 @@ from conftest import (
     f64,
     generator,
     grid,
-    logit_dtype,
+    paged_modifiers,
     randn,
     reference,
     same_bits,
@@ -51,55 +51,10 @@ MODIFIERS = (
     "sinks_own",
     "kv_start",
     "scales_head",
-    "all",
-    "all_alibi",
+    "kv_start_all",
+    "kv_start_alibi",
 )
 DIMS = ((64, 64), (32, 48), (80, 80), (128, 128))
-
-
-def modifiers(name, batch, heads, gen, dtype, device):
-    """The arguments of paged_attn beyond its five tensors."""
-    extra = logit_dtype(dtype)
-    hq, hkv = heads
-    slopes = torch.rand(hq, generator=gen, dtype=torch.float64).to(extra).to(device)
-    slopes_b = torch.rand(batch, hq, generator=gen, dtype=torch.float64).to(extra).to(device)
-    sinks = randn(gen, hq, dtype=extra, device=device)
-    start = torch.tensor([3, 40, -2, 0, 70, 2], dtype=torch.int32, device=device)[:batch]
-    k_scale, v_scale = (torch.rand(hkv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2))
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    return {
-        "none": {},
-        "scale": {"scale": -0.3},
-        "window": {"window_left": 20},
-        "window_zero": {"window_left": 0},
-        "window_wide": {"window_left": 2**63 - 1},
-        "window_right": {"window_left": 3, "window_right": 1},
-        "softcap": {"softcap": 1.5},
-        "alibi": {"alibi_slopes": slopes},
-        "alibi_batch": {"alibi_slopes": slopes_b},
-        "sinks": {"sinks": sinks},
-        "sinks_own": {"sinks": sinks.to(dtype)},
-        "kv_start": {"kv_start": start},
-        "scales_head": scales,
-        "all": {
-            "scale": 0.2,
-            "window_left": 5,
-            "softcap": 2.5,
-            "sinks": sinks,
-            "kv_start": start,
-            **scales,
-        },
-        "all_alibi": {
-            "window_left": 7,
-            "window_right": 0,
-            "softcap": 2.5,
-            "sinks": sinks,
-            "kv_start": start,
-            "alibi_slopes": slopes_b,
-            "k_scale": k_scale[0],
-            "v_scale": v_scale[0],
-        },
-    }[name]
 
 
 def random_mask(draw, n, kind):
@@ -219,7 +174,7 @@ def test_values(case, device):
         case.id, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order
     )
     mask = masks_of(case.id, paged.queries, case.form, case.kind, device)
-    rules = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    rules = paged_modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
     unchanged = snapshot(*paged.args(), mask, **rules)
     got = attend(paged, mask, **rules)
     unchanged()
@@ -238,7 +193,7 @@ def test_values(case, device):
         dims=((1, 7), (8, 512), (192, 128), (256, 256), (512, 512), (576, 512), (33, 100)),
         dtype=FLOATS,
         batch=("ragged", "short_even"),
-        mods=("none", "all", "all_alibi"),
+        mods=("none", "kv_start_all", "kv_start_alibi"),
         heads=((4, 2), (3, 3)),
         block_size=(16, 5),
     ),
@@ -251,7 +206,7 @@ def test_head_dims(case, device):
     gen = generator("tree dims", case.id)
     paged = make(case.id, case.batch, case.heads, case.dims, case.block_size, case.dtype, device)
     mask = masks_of(case.id, paged.queries, "tokens", "tree", device)
-    rules = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
+    rules = paged_modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
     check(paged, attend(paged, mask, **rules), mask, **rules)
 
 
@@ -261,7 +216,7 @@ def test_head_dims(case, device):
         36,
         code=(torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
         scales=("none", "one", "head", "page"),
-        mods=("none", "all", "all_alibi"),
+        mods=("none", "kv_start_all", "kv_start_alibi"),
         batch=("verify", "ragged", "short"),
         dtype=(torch.float32, torch.bfloat16, torch.float16),
         block_size=(16, 5),
@@ -279,7 +234,7 @@ def test_8_bit_caches(case, device):
     )
     paged.q = paged.q.to(case.dtype)
     shape = {"one": (), "head": (2,), "page": (paged.k_cache.shape[0], 2)}.get(case.scales)
-    rules = modifiers(case.mods, len(paged.lengths), heads, gen, case.dtype, device)
+    rules = paged_modifiers(case.mods, len(paged.lengths), heads, gen, case.dtype, device)
     rules = {n: x for n, x in rules.items() if n not in ("k_scale", "v_scale")}
     if shape is not None:
         rules |= {
@@ -323,13 +278,13 @@ def places(paged, b):
     return [(int(paged.block_table[b, j // size]), j % size) for j in keys]
 
 
-@pytest.mark.parametrize("mods", ("none", "all", "alibi", "all_alibi"))
+@pytest.mark.parametrize("mods", ("none", "kv_start_all", "alibi", "kv_start_alibi"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_hidden_new_keys_never_show(dtype, mods, device):
     """NaN and infinity in a new key show in the rows that see it, and in no others."""
     gen = generator("hidden", dtype, mods)
     paged = make("hidden", ([40, 12, 70], [6, 7, 6]), (4, 2), (64, 64), 8, dtype, device)
-    rules = modifiers(mods, 3, (4, 2), gen, dtype, device) | {"kv_start": None}
+    rules = paged_modifiers(mods, 3, (4, 2), gen, dtype, device) | {"kv_start": None}
     mask = masks_of("hidden", paged.queries, "tokens", "tree", device)
     mask[:, 3] = False  # nobody sees the fourth new token
     mask[6 + 3] = False  # and one row sees none
@@ -346,12 +301,12 @@ def test_hidden_new_keys_never_show(dtype, mods, device):
     assert all(same_bits(x[:-1], y[:-1]) for x, y in zip(after, before))
 
 
-@pytest.mark.parametrize("mods", ("none", "all", "all_alibi"))
+@pytest.mark.parametrize("mods", ("none", "kv_start_all", "kv_start_alibi"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_rows_do_not_depend_on_masks_of_others(dtype, mods, device):
     gen = generator("others", dtype, mods)
     paged = make("others", "many", (8, 2), (64, 64), 16, dtype, device)
-    rules = modifiers(mods, 2, (8, 2), gen, dtype, device)
+    rules = paged_modifiers(mods, 2, (8, 2), gen, dtype, device)
     masks = [masks_of(("others", i), paged.queries, "wide", "any", device) for i in range(2)]
     kept = torch.arange(masks[0].shape[0], device=device) % 3 == 0
     masks[1][kept] = masks[0][kept]
@@ -394,7 +349,7 @@ def test_fewer_keys_than_new_tokens(mods, device):
         "allow short", ([3, 0, 60], [5, 2, 5]), (4, 2), (64, 64), 16, torch.float32, device
     )
     mask = masks_of("allow short", paged.queries, "tokens", "any", device)
-    rules = modifiers(mods, 3, (4, 2), gen, torch.float32, device) | {"allow_short": True}
+    rules = paged_modifiers(mods, 3, (4, 2), gen, torch.float32, device) | {"allow_short": True}
     check(paged, attend(paged, mask, **rules), mask, **rules)
 
 
@@ -498,7 +453,7 @@ def wrong(name, device):
 def test_contents_are_checked(name, mods):
     paged, text = wrong(name, "cpu")
     mask = masks_of("wrong", paged.queries, "tokens", "tree")
-    rules = modifiers(mods, 3, (4, 2), generator("wrong"), torch.float32, "cpu")
+    rules = paged_modifiers(mods, 3, (4, 2), generator("wrong"), torch.float32, "cpu")
     with pytest.raises((IndexError, ValueError), match=text):
         attend(paged, mask, **rules)
 
@@ -509,7 +464,7 @@ def test_contents_are_checked(name, mods):
 def test_contents_are_reported(name, mods):
     paged, _ = wrong(name, "cuda")
     mask = masks_of("wrong", paged.queries, "tokens", "tree", "cuda")
-    rules = modifiers(mods, 3, (4, 2), generator("wrong"), torch.float32, "cuda")
+    rules = paged_modifiers(mods, 3, (4, 2), generator("wrong"), torch.float32, "cuda")
     torch_gpukern.check_errors()
 
     def reported(attn_mask):
@@ -536,11 +491,11 @@ def test_contents_are_reported(name, mods):
 def compiled_case(key, device, ragged, mods, dtype=torch.bfloat16):
     paged = make(key, "ragged" if ragged else "verify", (4, 2), (64, 64), 16, dtype, device)
     mask = masks_of(key, paged.queries, "tokens", "tree", device)
-    rules = modifiers(mods, len(paged.lengths), (4, 2), generator(key), dtype, device)
+    rules = paged_modifiers(mods, len(paged.lengths), (4, 2), generator(key), dtype, device)
     return paged, mask, (packed(paged) if ragged else {}) | rules
 
 
-@pytest.mark.parametrize("mods", ("none", "all", "all_alibi"))
+@pytest.mark.parametrize("mods", ("none", "kv_start_all", "kv_start_alibi"))
 @pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
 @pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
 def test_compile(dynamic, ragged, mods, device):
@@ -572,7 +527,7 @@ def test_compile_serves_other_lengths(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mods", ("none", "all", "all_alibi"))
+@pytest.mark.parametrize("mods", ("none", "kv_start_all", "kv_start_alibi"))
 @pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
 def test_capture(ragged, mods):
     """One captured graph serves other lengths, pages and masks."""

@@ -14,7 +14,7 @@ from conftest import (
     f64,
     generator,
     grid,
-    logit_dtype,
+    paged_modifiers,
     randn,
     reference,
     same_bits,
@@ -38,12 +38,12 @@ BATCHES = {
 MODIFIERS = (
     "none",
     "full",
-    "right",
+    "full_right",
     "scale",
     "softcap",
     "sinks",
     "sinks_own",
-    "all",
+    "full_all",
 )
 SCALES = ("none", "one", "head", "page")
 CODES = (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -52,20 +52,6 @@ CODES = (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 @pytest.fixture(autouse=True)
 def few_keys(monkeypatch):
     monkeypatch.setattr(shared, "LEAST_KEYS", {"cpu": 1, "cuda": 1})
-
-
-def modifiers(name, heads_q, gen, dtype, device):
-    sinks = randn(gen, heads_q, dtype=logit_dtype(dtype), device=device)
-    return {
-        "none": {},
-        "full": {"is_causal": False},
-        "right": {"is_causal": False, "window_right": 2},
-        "scale": {"scale": -0.3},
-        "softcap": {"softcap": 1.5},
-        "sinks": {"sinks": sinks},
-        "sinks_own": {"sinks": sinks.to(dtype)},
-        "all": {"scale": 0.2, "softcap": 2.5, "sinks": sinks, "is_causal": False},
-    }[name]
 
 
 class Batch:
@@ -186,7 +172,7 @@ def test_values(case, device):
     batch = Batch(gen, BATCHES[case.batch], heads, case.dims, dtype, device, *how)
     prefix = batch.prefix()
     assert prefix is not None
-    rules = modifiers(case.mods, heads[0], gen, dtype, device)
+    rules = paged_modifiers(case.mods, 1, heads, gen, dtype, device)
     # The call must not read shared pages by the sequences' own tables.
     table = batch.table.clone()
     for row, keys in zip(table, prefix.kv_start.tolist()):
