@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Code that flash_attn and flash_attn_varlen share: symbolic sizes, gradients, FLOPs, folds for
-vmap."""
+vmap, declarations."""
 
 import os
 import warnings
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._library import NAMESPACE, are_deterministic
 from . import fakes
-from .define import Op
+from .define import Op, define_op
 
 _SHORT = (torch.bfloat16, torch.float16)
 _DEBUG = os.environ.get("GPUKERN_DEBUG") == "1"
@@ -161,13 +161,26 @@ def pairs_of(
     return torch.sym_max(pairs, 0)
 
 
+def flops_of(pairs: Callable) -> tuple[Callable, Callable]:
+    """The FLOPs of a forward and of its backward. pairs: how many pairs of query and key meet, over
+    all heads, of the shapes of q and k and the other arguments."""
+
+    def flops(q, v, **rest) -> int:
+        """2 (D + Dv) a pair."""
+        return 2 * pairs(q, **rest) * (q[-1] + v[-1])
+
+    def bwd_flops(q, v, **rest) -> int:
+        """2 (3 D + 2 Dv) a pair: scores, dq and dk; dp and dv. 2.5 times the forward if Dv = D."""
+        return 2 * pairs(q, **rest) * (3 * q[-1] + 2 * v[-1])
+
+    return flops, bwd_flops
+
+
 # ---- vmap ----------------------------------------------------------------------------------------
 
 # Tensors whose dimension 1 is heads (before vmap adds its own), and tensors of shape [B].
 _HEADS_SECOND = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse")
 _OF_SEQUENCES = ("kv_start", "kv_end", "q_start")
-
-
 _FOLDED = {*_HEADS_SECOND, *_OF_SEQUENCES, "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"}
 
 
@@ -237,3 +250,36 @@ def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
         return None if name == "dsinks" else x.unflatten(0, (size, -1))
 
     return changed, unfold
+
+
+# ---- declarations --------------------------------------------------------------------------------
+
+
+def declare(
+    name: str,
+    public: Callable,
+    symbolic: Callable,
+    bwd_symbolic: Callable,
+    flops: Callable,
+    bwd_flops: Callable,
+    fold: Callable,
+) -> Op:
+    """Declares the op `name` and its backward."""
+    bwd = define_op(
+        f"{name}_bwd",
+        symbolic=bwd_symbolic,
+        refuse=f"{name}: it is not twice differentiable",
+        flops=bwd_flops,
+        fold=fold,
+    )
+    return define_op(
+        name,
+        public=public,
+        symbolic=symbolic,
+        backward=backward_of(bwd),
+        without_gradient=("alibi_slopes",),
+        autocast=autocast,
+        flops=flops,
+        fold=fold,
+        whole_sequences=True,
+    )

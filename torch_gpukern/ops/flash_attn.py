@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import attention, fakes
 from .attn_dropout import seed_of
-from .define import define_op
 from .flash_attn_fp8 import FP8, Coded, declare, refuse_dropout, refuse_scales, symbolic
 from .flash_attn_masked import Scored, refuse_scores, scores_of
 from .flash_attn_masked import declare as declare_masked
@@ -230,35 +229,19 @@ def _pairs(q, k, is_causal, diagonal, window_left, window_right, q_start=None, *
     )
 
 
-def _flops(q, v, **rest) -> int:
-    """2 (D + Dv) for each head and each pair of query and key that meet."""
-    return 2 * _pairs(q, **rest) * (q[3] + v[3])
-
-
-def _bwd_flops(q, v, **rest) -> int:
-    """2 (3 D + 2 Dv) a pair: scores, dq and dk; dp and dv. 2.5 times the forward if Dv = D."""
-    return 2 * _pairs(q, **rest) * (3 * q[3] + 2 * v[3])
+_flops, _bwd_flops = attention.flops_of(_pairs)
 
 
 # ---- declarations --------------------------------------------------------------------------------
 
-_flash_attn_bwd = define_op(
-    "flash_attn_bwd",
-    symbolic=_bwd_symbolic,
-    refuse="flash_attn: it is not twice differentiable",
-    flops=_bwd_flops,
-    fold=attention.fold_into_batch,
-)
-_flash_attn = define_op(
+_flash_attn = attention.declare(
     "flash_attn",
-    public=flash_attn,
-    symbolic=_symbolic,
-    backward=attention.backward_of(_flash_attn_bwd),
-    without_gradient=("alibi_slopes",),
-    autocast=attention.autocast,
-    flops=_flops,
-    fold=attention.fold_into_batch,
-    whole_sequences=True,
+    flash_attn,
+    _symbolic,
+    _bwd_symbolic,
+    _flops,
+    _bwd_flops,
+    attention.fold_into_batch,
 )
 _flash_attn_fp8 = declare("flash_attn", symbolic, _flops)
 _flash_attn_masked = declare_masked(_flops, _bwd_flops)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import attention, fakes
 from .attn_dropout import seed_of
-from .define import define_op
 from .flash_attn_fp8 import FP8, Coded, declare, refuse_dropout, refuse_scales, varlen_symbolic
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
@@ -179,34 +178,18 @@ def _pairs(
     return q[1] * torch.sym_min(sequences * attention.pairs_of(*bounds), q[0] * max_seqlen_k)
 
 
-def _flops(q, v, **rest) -> int:
-    """At most 2 (D + Dv) a pair."""
-    return 2 * _pairs(q, **rest) * (q[2] + v[2])
-
-
-def _bwd_flops(q, v, **rest) -> int:
-    """At most 2 (3 D + 2 Dv) a pair."""
-    return 2 * _pairs(q, **rest) * (3 * q[2] + 2 * v[2])
+_flops, _bwd_flops = attention.flops_of(_pairs)
 
 
 # ---- declarations --------------------------------------------------------------------------------
 
-_flash_attn_varlen_bwd = define_op(
-    "flash_attn_varlen_bwd",
-    symbolic=_bwd_symbolic,
-    refuse="flash_attn_varlen: it is not twice differentiable",
-    flops=_bwd_flops,
-    fold=attention.fold_into_heads,
-)
-_flash_attn_varlen = define_op(
+_flash_attn_varlen = attention.declare(
     "flash_attn_varlen",
-    public=flash_attn_varlen,
-    symbolic=_symbolic,
-    backward=attention.backward_of(_flash_attn_varlen_bwd),
-    without_gradient=("alibi_slopes",),
-    autocast=attention.autocast,
-    flops=_flops,
-    fold=attention.fold_into_heads,
-    whole_sequences=True,
+    flash_attn_varlen,
+    _symbolic,
+    _bwd_symbolic,
+    _flops,
+    _bwd_flops,
+    attention.fold_into_heads,
 )
 _flash_attn_varlen_fp8 = declare("flash_attn_varlen", varlen_symbolic, _flops)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import autocast, batching
 from .define import define_op
+from .op import Op
 
 __all__ = ["geglu", "swiglu"]
 
@@ -74,15 +75,6 @@ def _bwd_symbolic(gate, up, **_):
     return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
 
 
-def _backward_of(gelu: bool) -> Callable:
-    def backward(needs, gate, up, grad_out, approximate="", **_):
-        how = approximate if gelu else ""
-        dgate, dup = _glu_bwd.call_named(grad_out=grad_out, gate=gate, up=up, approximate=how)
-        return {"gate": dgate, "up": dup}
-
-    return backward
-
-
 def _save(needs, args, out):
     return (args[0], args[1] if len(args) > 1 else None), {}
 
@@ -93,23 +85,28 @@ _glu_bwd = define_op(
     refuse="swiglu and geglu: they are not twice differentiable",
     fold=batching.rows("grad_out", "gate", "up", empty={"dup": lambda given: given["up"] is None}),
 )
-_swiglu = define_op(
-    "swiglu",
-    public=swiglu,
-    symbolic=_symbolic,
-    save=_save,
-    saved=("gate", "up"),
-    backward=_backward_of(False),
-    autocast=autocast.widest("gate", "up"),
-    fold=batching.rows("gate", "up"),
-)
-_geglu = define_op(
-    "geglu",
-    public=geglu,
-    symbolic=_symbolic,
-    save=_save,
-    saved=("gate", "up"),
-    backward=_backward_of(True),
-    autocast=autocast.widest("gate", "up"),
-    fold=batching.rows("gate", "up"),
-)
+
+
+def _declare(public: Callable) -> Op:
+    """Declares swiglu or geglu, whose name is the public function's."""
+    gelu = public is geglu
+
+    def backward(needs, gate, up, grad_out, approximate="", **_):
+        how = approximate if gelu else ""
+        dgate, dup = _glu_bwd.call_named(grad_out=grad_out, gate=gate, up=up, approximate=how)
+        return {"gate": dgate, "up": dup}
+
+    return define_op(
+        public.__name__,
+        public=public,
+        symbolic=_symbolic,
+        save=_save,
+        saved=("gate", "up"),
+        backward=backward,
+        autocast=autocast.widest("gate", "up"),
+        fold=batching.rows("gate", "up"),
+    )
+
+
+_swiglu = _declare(swiglu)
+_geglu = _declare(geglu)

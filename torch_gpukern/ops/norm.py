@@ -126,19 +126,24 @@ def _bwd_symbolic(grad_out, h, weight, need_weight, need_bias, wide_bias, **_):
     return h.new_empty(h.shape), dweight, dbias
 
 
-def _save(op: str) -> Callable:
+def _save(needs, args, out, h):
     """Keeps the tensor that was normalised, x or x + residual, and the dtype of bias."""
-
-    def save(needs, args, out, h):
-        x, weight, bias, residual = (*args, None, None, None)[:4]
-        return (x if residual is None else h, weight), {
-            "bias_dtype": None if bias is None else bias.dtype
-        }
-
-    return save
+    x, weight, bias, residual = (*args, None, None, None)[:4]
+    return (x if residual is None else h, weight), {
+        "bias_dtype": None if bias is None else bias.dtype
+    }
 
 
-def _backward_of(bwd: Op) -> Callable:
+def _declare(public: Callable) -> Op:
+    """Declares rms_norm or layer_norm, whose name is the public function's, and its backward."""
+    name = public.__name__
+    bwd = define_op(
+        f"{name}_bwd",
+        symbolic=_bwd_symbolic,
+        refuse=f"{name}: it is not twice differentiable",
+        fold=batching.rows("grad_out", "h", "grad_sum", unless=("need_weight", "need_bias")),
+    )
+
     def backward(needs, h, weight, bias_dtype, eps, weight_offset, grad_out, grad_sum, **_):
         if grad_out is None:  # the loss reads the sum alone
             return {"x": grad_sum, "residual": grad_sum}
@@ -155,42 +160,17 @@ def _backward_of(bwd: Op) -> Callable:
         )
         return {"x": dx, "residual": dx, "weight": dweight, "bias": dbias}
 
-    return backward
+    return define_op(
+        name,
+        public=public,
+        symbolic=_symbolic,
+        save=_save,
+        saved=("h", "weight"),
+        backward=backward,
+        autocast=autocast.widest("x", "residual", vectors=("weight", "bias")),
+        fold=batching.rows("x", "residual", empty={"sum": lambda given: given["residual"] is None}),
+    )
 
 
-_autocast = autocast.widest("x", "residual", vectors=("weight", "bias"))
-_fold = batching.rows("x", "residual", empty={"sum": lambda given: given["residual"] is None})
-_bwd_fold = batching.rows("grad_out", "h", "grad_sum", unless=("need_weight", "need_bias"))
-
-_rms_norm_bwd = define_op(
-    "rms_norm_bwd",
-    symbolic=_bwd_symbolic,
-    refuse="rms_norm: it is not twice differentiable",
-    fold=_bwd_fold,
-)
-_rms_norm = define_op(
-    "rms_norm",
-    public=rms_norm,
-    symbolic=_symbolic,
-    save=_save("rms_norm"),
-    saved=("h", "weight"),
-    backward=_backward_of(_rms_norm_bwd),
-    autocast=_autocast,
-    fold=_fold,
-)
-_layer_norm_bwd = define_op(
-    "layer_norm_bwd",
-    symbolic=_bwd_symbolic,
-    refuse="layer_norm: it is not twice differentiable",
-    fold=_bwd_fold,
-)
-_layer_norm = define_op(
-    "layer_norm",
-    public=layer_norm,
-    symbolic=_symbolic,
-    save=_save("layer_norm"),
-    saved=("h", "weight"),
-    backward=_backward_of(_layer_norm_bwd),
-    autocast=_autocast,
-    fold=_fold,
-)
+_rms_norm = _declare(rms_norm)
+_layer_norm = _declare(layer_norm)

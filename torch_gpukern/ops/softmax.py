@@ -89,40 +89,29 @@ def _save(needs, args, out):
     return (out, args[2] if len(args) > 2 else None), {}
 
 
-def _backward_of(bwd: Op) -> Callable:
+def _declare(public: Callable) -> Op:
+    """Declares softmax or log_softmax, whose name is the public function's, and its backward."""
+    name = public.__name__
+    bwd = define_op(
+        f"{name}_bwd",
+        symbolic=_bwd_symbolic,
+        refuse=f"{name}: it is not twice differentiable",
+        fold=batching.rows("grad_out", "out", "lengths"),
+    )
+
     def backward(needs, out, lengths, scale, grad_out, **_):
         return {"x": bwd.call_named(grad_out=grad_out, out=out, scale=scale, lengths=lengths)}
 
-    return backward
+    return define_op(
+        name,
+        public=public,
+        symbolic=_symbolic,
+        save=_save,
+        saved=("out", "lengths"),
+        backward=backward,
+        fold=batching.rows("x", "lengths"),
+    )
 
 
-_softmax_bwd = define_op(
-    "softmax_bwd",
-    symbolic=_bwd_symbolic,
-    refuse="softmax: it is not twice differentiable",
-    fold=batching.rows("grad_out", "out", "lengths"),
-)
-_softmax = define_op(
-    "softmax",
-    public=softmax,
-    symbolic=_symbolic,
-    save=_save,
-    saved=("out", "lengths"),
-    backward=_backward_of(_softmax_bwd),
-    fold=batching.rows("x", "lengths"),
-)
-_log_softmax_bwd = define_op(
-    "log_softmax_bwd",
-    symbolic=_bwd_symbolic,
-    refuse="log_softmax: it is not twice differentiable",
-    fold=batching.rows("grad_out", "out", "lengths"),
-)
-_log_softmax = define_op(
-    "log_softmax",
-    public=log_softmax,
-    symbolic=_symbolic,
-    save=_save,
-    saved=("out", "lengths"),
-    backward=_backward_of(_log_softmax_bwd),
-    fold=batching.rows("x", "lengths"),
-)
+_softmax = _declare(softmax)
+_log_softmax = _declare(log_softmax)
