@@ -35,9 +35,8 @@ class PagePool:
         self._n_free = num_blocks
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published pages that no sequence owns, the longest idle first
+        # published pages that no sequence owns, the longest idle first
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:

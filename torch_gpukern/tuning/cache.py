@@ -45,9 +45,8 @@ def default_path() -> Path | None:
         return None if asked.lower() == "off" else Path(asked)
     if sys.platform == "win32":
         folder = os.environ.get("LOCALAPPDATA", "")
-    elif os.path.isabs(
-        os.environ.get("XDG_CACHE_HOME", "")
-    ):  # the XDG standard says to ignore a relative path
+    elif os.path.isabs(os.environ.get("XDG_CACHE_HOME", "")):
+        # the XDG standard says to ignore a relative path
         folder = os.environ["XDG_CACHE_HOME"]
     else:
         folder = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")

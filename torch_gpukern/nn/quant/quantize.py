@@ -130,9 +130,8 @@ def _become(module: Any, recipe: str, tensors: dict) -> None:
     # The object stays the same, so its hooks, its bias and references to it stay valid.
     k, n = module.in_features, module.out_features
     weight = module._parameters.pop("weight")
-    module.weight_like = torch.empty(
-        0, dtype=weight.dtype, device=weight.device
-    )  # casts and moves of the layer reach it
+    # casts and moves of the layer reach it
+    module.weight_like = torch.empty(0, dtype=weight.dtype, device=weight.device)
     module.__class__ = QuantizedLinear
     module._hold(recipe, k, n, tensors)
 
