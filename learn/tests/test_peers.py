@@ -6,13 +6,12 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import judge
+from conftest import judge, run_python
 
 from torch_gpukern import results
 
@@ -81,9 +80,7 @@ def test_the_page_of_languages_has_the_saved_rates(peers):
 
 # One configuration: the interpreter has nothing to measure the others by.
 PROGRAM = """
-import sys
 import torch
-sys.path.insert(0, sys.argv[1])
 from peers import triton_flash_attn, triton_gemm, triton_persistent_gemm
 
 torch.manual_seed(0)
@@ -105,9 +102,7 @@ print("right")
 
 
 ROWS_PROGRAM = """
-import sys
 import torch
-sys.path.insert(0, sys.argv[1])
 from peers import triton_rows as T
 torch.manual_seed(0)
 F = torch.nn.functional
@@ -141,9 +136,9 @@ print("right")
 @pytest.mark.parametrize("program", [PROGRAM, ROWS_PROGRAM], ids=["products", "rows"])
 def test_triton_is_right(program):
     """GPUKERN_TRITON: a folder that has Triton and is on no other path; .ci/run makes one."""
-    env = os.environ | {"TRITON_INTERPRET": "1"}
+    path = [str(BENCHMARKS), *filter(None, sys.path)]
     if folder := os.environ.get("GPUKERN_TRITON"):
-        env["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path.insert(0, folder)
         assert (Path(folder) / "triton").is_dir(), folder
     elif importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
@@ -151,8 +146,8 @@ def test_triton_is_right(program):
         pytest.skip(
             f"the interpreter of Triton {version} cannot loop up to an argument under numpy 2.4"
         )
-    command = [sys.executable, "-c", program, str(BENCHMARKS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    env = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
+    done = run_python(program, env=env, check=False)
     assert done.stdout == "right\n", done.stdout + done.stderr
 
 
