@@ -17,7 +17,8 @@
 #   make patterns      runs the examples of learn/patterns: checks, predictions, measurements; without a GPU no measurements
 #   make hub           build/hub in the layout of Hugging Face's kernels hub, with its own namespace
 #   make bench         every benchmark, into benchmarks/results/
-#   make results       docs/results.md from benchmarks/results/; every case and plot into build/results/
+#   make results       docs/results.md from benchmarks/results/; every case and plot into build/results/. Then names each
+#                      page and line whose figures disagree with the results
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make release       dist/ as it is uploaded: wheel, sdist, SHA256SUMS, an index page; tested beside RELEASE_TORCH ("2.10 newest")

@@ -5,6 +5,10 @@ committed results.
 python tools/results.py           writes the pages, and every case of every device to build/results/
 python tools/results.py --check   exits with 1 and names the pages that are out of date
 
+Both then hold the figures that people wrote into README, learn/ and docs/ to the results: each line
+that disagrees is printed as page:line, with what it has and what the results give, and the exit
+status is 1. These checks are the tests with the mark `figures` (tests/figures.py).
+
 `make results` draws the plots and then runs this script. docs/results.md is generated completely: a
 summary by op and device. learn/ladder.md is written by hand, except for the tables between
 `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, where NAME is one of
@@ -634,6 +638,40 @@ def integrations_page(text: str, results: list[dict]) -> str:
     return MARKED.sub(lambda found: f"{found[1]}\n{integrations_table(results)}\n{found[4]}", text)
 
 
+class Disagreements:
+    """Collects what failed in a run of pytest: the lines that name a place on a page, or the test."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def pytest_collectreport(self, report) -> None:
+        self.pytest_runtest_logreport(report)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            text = str(report.longrepr)
+            places = re.findall(r"^[\w/.-]+\.(?:md|png):\d+: .*", text, re.MULTILINE)
+            errors = re.findall(r"^E +(.*)", text, re.MULTILINE) or text.splitlines()[-1:]
+            self.lines += places or [f"{report.nodeid}: {errors[0]}"]
+
+
+def figures() -> int:
+    """Holds the pages written by hand to the results. Returns 1 if a line disagrees."""
+    import pytest
+
+    found = Disagreements()
+    tests = [str(ROOT / "tests" / "build"), str(ROOT / "learn" / "tests")]
+    options = ["-m", "figures", "-p", "no:terminal", "-n", "0", f"--rootdir={ROOT}"]
+    rc = pytest.main([*tests, *options], plugins=[found])
+    for line in found.lines:
+        print(line)
+    if found.lines:
+        print(f"{len(found.lines)} figures on pages disagree with benchmarks/results/: mend them")
+    elif rc:
+        print(f"the tests of figures did not run: pytest exits {int(rc)}")
+    return int(rc != 0)
+
+
 def main(argv: list[str]) -> int:
     results, old = load_results(), []
     pages = (
@@ -657,4 +695,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    written = main(sys.argv[1:])
+    sys.exit(figures() or written)

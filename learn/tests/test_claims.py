@@ -13,25 +13,30 @@ import itertools
 import re
 from pathlib import Path
 
+import figures
 import numpy as np
 import pytest
 import torch
+from figures import cells, differ, lines
 
 from torch_gpukern import cli, results
 from torch_gpukern import layout as L
 from torch_gpukern.cli import devices
 from torch_gpukern.cli.roofline import NOMINAL
 
+pytestmark = pytest.mark.figures
+reported = figures.reported
+
 H100 = "NVIDIA H100 80GB HBM3"
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "learn" / "claims.md").read_text()
 # Rows of four columns: claim, verdict, what is right, evidence.
 ROWS = [
-    cells
-    for line in PAGE.splitlines()
-    if len(cells := re.split(r" \| ", line.strip("| "))) == 4 and "---" not in line
+    row
+    for place, line in lines("learn/claims.md")
+    if line.startswith("|") and "---" not in line and len(row := cells(place, line)) == 4
 ]
-ROWS = [cells for cells in ROWS if cells[0] != "what circulates" and cells[1] != "not measured"]
+ROWS = [row for row in ROWS if row[0] != "what circulates" and row[1] != "not measured"]
 READ = set()  # the result files that the running test has read
 
 
@@ -49,8 +54,13 @@ def says(*figures):
     """The row whose evidence is the calling test has these figures."""
     name = inspect.stack()[1].function
     (row,) = [cells[2] for cells in ROWS if f"`{name}`" in cells[3]]
-    for figure in figures:
-        assert re.search(rf"(?<![\d.]){re.escape(str(figure))}(?![\d]|\.\d)", row), (figure, row)
+    missing = [
+        figure
+        for figure in map(str, figures)
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d]|\.\d)", row)
+    ]
+    if missing:
+        differ(row.place, f"'{row}'", ", ".join(missing))
 
 
 def test_every_row_has_its_evidence():

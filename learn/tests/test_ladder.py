@@ -66,6 +66,7 @@ def test_predictions_are_the_models(rungs):
     }
 
 
+@pytest.mark.figures
 def test_the_rungs_between_have_the_measured_figures():
     """The table of learn/ladder.md agrees with learn/ladder_sizes.csv."""
     with (ROOT / "learn" / "ladder_sizes.csv").open() as file:

@@ -115,6 +115,7 @@ def h100_rows():
         yield name, cells[1], cells[2].split()[1], *map(float, cells[6:9])
 
 
+@pytest.mark.figures
 def test_the_table_is_that_of_the_file():
     """learn/patterns.csv has what was measured, with device and date. The page shows the same."""
     with (ROOT / "learn" / "patterns.csv").open() as file:
@@ -142,6 +143,7 @@ def test_the_table_is_that_of_the_file():
     assert shown == stored and len(shown) == len(lines) > 200
 
 
+@pytest.mark.figures
 def test_shares_follow_from_what_was_measured():
     """The share of a rate is measured over predicted; that of a time is predicted over measured.
     All three are rounded."""
@@ -154,6 +156,7 @@ def test_shares_follow_from_what_was_measured():
         ), (name, variant)
 
 
+@pytest.mark.figures
 def test_every_prediction_that_was_wrong_is_named():
     """For each prediction that was wrong by more than a fifth, a paragraph names the pattern and
     has the share, alone or in a range."""

@@ -54,6 +54,7 @@ def test_kernels_are_counted_by_name(peers):
     assert all(lines.values())
 
 
+@pytest.mark.figures
 def test_the_page_of_languages_has_the_saved_rates(peers):
     page = (BENCHMARKS.parent / "learn" / "languages.md").read_text()
     assert all(peers.lines_of_languages().values())

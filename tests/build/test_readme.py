@@ -7,13 +7,16 @@ import re
 from pathlib import Path
 from statistics import geometric_mean
 
+import figures
 import pytest
 import torch
 from conftest import torch_gpukern
+from figures import differ, tables
 from registry_calls import calls
 
 from torch_gpukern import results
 
+reported = figures.reported
 ROOT = Path(__file__).resolve().parents[2]
 H100, H200, EPYC = "nvidia-h100-80gb-hbm3", "nvidia-h200", "amd-epyc-2-threads-avx512bf16"
 
@@ -123,16 +126,19 @@ FIGURES = {
 }  # fmt: skip
 
 
+@pytest.mark.figures
 def test_the_figures_are_those_of_the_results():
     """Each figure stands with the date of its run."""
-    text = (ROOT / "README.md").read_text()
-    rows = re.search(r"\| measured, bf16 \|.*\n\|[-|]+\n((?:\|.*\n)+)", text)[1].splitlines()
-    assert len(rows) == len(FIGURES)
-    for row, (name, figures) in zip(rows, FIGURES.items(), strict=True):
-        case, said, _, where = (cell.strip() for cell in row.strip("|").split("|"))
-        assert case.startswith(name)
-        assert re.findall(r"\d\.\d\d", said) == [figure for figure, _ in figures], row
-        assert set(re.findall(r"2026-\d\d-\d\d", where)) == {date for _, date in figures}, row
+    (rows,) = tables("README.md", "measured, bf16")
+    for row, (name, found) in zip(rows, FIGURES.items(), strict=True):
+        case, said, _, where = row
+        assert case.startswith(name), case.place
+        want = [figure for figure, _ in found]
+        if re.findall(r"\d\.\d\d", said) != want:
+            differ(said.place, said, ", ".join(want))
+        dates = {date for _, date in found}
+        if set(re.findall(r"2026-\d\d-\d\d", where)) != dates:
+            differ(where.place, where, ", ".join(sorted(dates)))
 
 
 def test_it_answers_in_a_minute():
