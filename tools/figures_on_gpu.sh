@@ -8,13 +8,14 @@
 #
 # A benchmark begins only if its limit fits into what is left of SECONDS, since one that is cut off
 # stores nothing (its rows are in its log). Peers join if they import: FlashAttention-3 and 4,
-# FlashInfer, FlashMLA, quack. Nothing else may run on the GPU meanwhile.
+# FlashInfer, FlashMLA, quack, Liger. Nothing else may run on the GPU meanwhile.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-# name, seconds, arguments. Limits are twice what the same rows took before, or a guess where peers
+# name, seconds, arguments. Limits are twice what the same rows took before. Those of the last five
+# names are guesses, as where peers
 # compile: FlashAttention-4 and quack take 3 to 10 s for each kernel that they meet first.
 table() {
     cat <<'END'
@@ -29,7 +30,11 @@ attn_fp8 90 bench_flash_attn_fp8.py --quick
 weight 90 bench_weight_gemm.py --quick
 gemm_quack 400 bench_gemm.py --quick --budget 1000 --quack default
 train 60 bench_train.py --quick --compile
-rows 90 bench_rows.py --quick
+rows 150 bench_rows.py --quick --compile
+rows_peers 150 bench_rows.py --quick --compile --peers
+claims 60 ../learn/benchmarks/bench_claims.py
+moe 90 bench_moe.py --quick
+recipes 300 bench_recipes.py --quick
 END
 }
 if [ "${1:-list}" = list ]; then

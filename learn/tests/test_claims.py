@@ -60,7 +60,7 @@ def says(*figures):
         if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d]|\.\d)", row)
     ]
     if missing:
-        differ(row.place, f"'{row}'", ", ".join(missing))
+        differ(row.place, f"'{row[:80]}..'", ", ".join(missing))
 
 
 def test_every_row_has_its_evidence():
@@ -752,3 +752,43 @@ def test_gain_of_flash_attention_3():
 def test_flash_attention_4_on_hopper():
     gains = [us["FA3"] / us["FA4"] for us in attention_cases()]
     says(f"{min(gains):.2f}", f"{max(gains):.2f}")
+
+
+def test_cudnn_beside_flash_attention_2():
+    for direction in ("forward", "backward"):
+        for head_dim in (64, 128, 256):
+            rows = [
+                row
+                for mask in ("full", "causal")
+                for row in saved(H100_FILE, "flash_attn", f"{direction} {mask}")
+                if row["label"].startswith(f"d{head_dim} ")
+            ]
+            gains = [
+                row["peers"]["SDPA flash"]["us"] / row["peers"]["SDPA cuDNN"]["us"] for row in rows
+            ]
+            says(f"{min(gains):.2f} to {max(gains):.2f}")
+
+
+def test_flex_attention_beside_flash_attention():
+    for direction in ("forward", "backward"):
+        rows = [
+            row["peers"]
+            for mask in ("full", "causal")
+            for row in saved(H200_FILE, "flash_attn", f"{direction} {mask}")
+            if "FlexAttention" in row["peers"]
+        ]
+        gains = [peers["SDPA flash"]["us"] / peers["FlexAttention"]["us"] for peers in rows]
+        says(f"{min(gains):.2f} to {max(gains):.2f}")
+        if direction == "forward":
+            shares = [peers["FA3"]["us"] / peers["FlexAttention"]["us"] for peers in rows]
+            says(f"{min(shares):.2f} to {max(shares):.2f}")
+
+
+def test_rate_of_fp8_attention():
+    for head_dim in (64, 128, 256):
+        rates = [
+            row["rate"] * row["us"] / row["peers"]["FA3"]["us"]
+            for row in bench_of(H100_FILE, "flash_attn_fp8")["rows"]
+            if f" d{head_dim}," in row["group"]
+        ]
+        says(f"{max(rates) / 1e6:.2f}")
