@@ -126,10 +126,12 @@ def check(dist: Path, version: str, tests: list[str]) -> None:
         "torch" if version == "newest" else f"torch=={version}" + ".*" * (version.count(".") < 2)
     )
     run(*pip, torch, "numpy", *pinned("pytest", "pytest-xdist", "hypothesis"))
-    # no other index, so that what is installed is what lies in dist
+    # no other index and no cache, so that what is installed is what lies in dist
     index = (dist / "simple").as_uri()
-    alone = {"env": os.environ | {"PIP_CONFIG_FILE": os.devnull}}
-    run(*pip, "--no-deps", "--only-binary", ":all:", "--index-url", index, "gpukern", **alone)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    alone = {"env": plain | {"PIP_CONFIG_FILE": os.devnull}}
+    only = ("--no-deps", "--no-cache-dir", "--only-binary", ":all:")
+    run(*pip, *only, "--index-url", index, "gpukern", **alone)
     said = "import torch, torch_gpukern as g; print('torch', torch.__version__, 'with', g.__file__)"
     run(python, "-c", said, cwd=WORK)
     run(python, "-m", "torch_gpukern", "doctor", cwd=WORK)

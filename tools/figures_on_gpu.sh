@@ -15,8 +15,8 @@ PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 # name, seconds, arguments. Limits are twice what the same rows took before. Those of the last five
-# names are guesses, as where peers
-# compile: FlashAttention-4 and quack take 3 to 10 s for each kernel that they meet first.
+# names are guesses, and those where peers compile: FlashAttention-4 and quack take 3 to 10 s for
+# each kernel that they meet first.
 table() {
     cat <<'END'
 attn 330 bench_flash_attn.py --quick --compiled some
