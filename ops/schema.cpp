@@ -250,6 +250,8 @@ void define_ranks(gk::Library &m) {
     m.def(
         "gather_sequence(Tensor x, int dim, str layout, SymInt seq_len, str group) -> Tensor out");
 
+    m.def("vocab_parallel_embedding(Tensor ids, Tensor weight, SymInt classes, SymInt padding_idx, "
+          "str group) -> Tensor out");
     m.def("vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, " LCE_RULES
           ", SymInt classes, str group) -> (Tensor loss, Tensor lse)");
     m.def("vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor "

@@ -563,6 +563,62 @@ def check_vocabulary_over_ranks(ranks):
         )
 
 
+def check_embedding_over_ranks(ranks):
+    """The bits of F.embedding's rows, and its gradient for this rank's rows: numbers of rows that
+    are no multiple of the ranks, fewer rows than ranks, padding, repeated tokens, signed zeros."""
+    embedding = torch.nn.functional.embedding
+    points = itertools.product(ranks.groups, (12, 7, 2), (None, 1), (torch.int64, torch.int32))
+    for seed, (group, classes, padding, index) in enumerate(points):
+        size, mine = dist.get_world_size(group), dist.get_rank(group)
+        gen = generator("embedding", seed)
+        dtype = (torch.float32, torch.float64, torch.bfloat16, torch.float16)[seed % 4]
+        weight = randn(gen, classes, 5, dtype=dtype)
+        weight[0, :2] = torch.tensor([-0.0, float("nan")])
+        weight.requires_grad_()
+        ids = torch.randint(0, classes, (3, 4), generator=gen, device="cpu")
+        ids = ids.to(weight.device, index)
+        grad = randn(gen, 3, 4, 5, dtype=dtype)
+        want = embedding(ids, weight, padding_idx=padding)
+        (want_grad,) = torch.autograd.grad(want, weight, grad)
+        own = weight.detach().tensor_split(size)[mine].clone().requires_grad_()
+        total = None if classes % size == 0 else classes
+        got = gd.vocab_parallel_embedding(ids, own, group, classes=total, padding_idx=padding)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        (got_grad,) = torch.autograd.grad(got, own, grad)
+        torch.testing.assert_close(got_grad, want_grad.tensor_split(size)[mine])
+        none = gd.vocab_parallel_embedding(ids[:0], own, group, classes=total)
+        assert none.shape == (0, 4, 5) and none.dtype is dtype
+    wrong, own = torch.tensor([1, 3 * RANKS]), torch.ones(3, 2)
+    if CUDA:
+        rows = gd.vocab_parallel_embedding(wrong, own, ranks.all)
+        assert rows[0].eq(1).all() and rows[1].isnan().all()
+        return
+    with pytest.raises(IndexError, match=rf"ids are expected to be in \[0, {3 * RANKS}\), got"):
+        gd.vocab_parallel_embedding(wrong, own, ranks.all)
+    for text, call in {
+        "ids must be int64 or int32, got torch.float32": lambda: gd.vocab_parallel_embedding(
+            own[0], own, ranks.all
+        ),
+        "weight must have 2 dimensions": lambda: gd.vocab_parallel_embedding(
+            wrong[:1], own[0], ranks.all
+        ),
+        "padding_idx must be at least 0 or None, got -1": lambda: gd.vocab_parallel_embedding(
+            wrong[:1], own, ranks.all, padding_idx=-1
+        ),
+        rf"padding_idx must be in \[0, {3 * RANKS}\), got 99": lambda: gd.vocab_parallel_embedding(
+            wrong[:1], own, ranks.all, padding_idx=99
+        ),
+        "weight has 3 rows on rank ., expected . of 5": lambda: gd.vocab_parallel_embedding(
+            wrong[:1], own, ranks.all, classes=5
+        ),
+        "columns of weight is 2 on rank 0, 1 on rank 1": lambda: gd.vocab_parallel_embedding(
+            wrong[:1], own[:, : 1 + (ranks.rank != 1)], ranks.all
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"vocab_parallel_embedding: .*{text}"):
+            call()
+
+
 def check_adamw_of_dtensors(ranks):
     """Each rank updates its part of a parameter, with the bits of AdamW on one rank. States are
     DTensors and can be loaded again."""
@@ -760,6 +816,10 @@ def check_compiled_without_a_break(ranks):
             x, weight, target, group, class_weight=heavy, label_smoothing=0.1
         )
 
+    def look_up(weight):
+        ids = torch.arange(8, device=weight.device) % (3 * RANKS)
+        return gd.vocab_parallel_embedding(ids, weight, group, padding_idx=1)
+
     def around(x):
         return gd.gather_sequence(gd.shard_sequence(x, group, 1, "zigzag") * 2, group, 1, "zigzag")
 
@@ -768,6 +828,7 @@ def check_compiled_without_a_break(ranks):
         (attend, [randn(gen, 1, 2, 8, 8) for _ in range(3)]),
         (multiply, [randn(gen, 4, 8), randn(gen, 8, 12), randn(gen, 12, 4)]),
         (lose, [randn(generator("alike"), 8, 6), randn(gen, 3, 6)]),
+        (look_up, [randn(gen, 3, 6)]),
         (around, [randn(gen, 2, 16, 3)]),
     )
     counted = []
@@ -934,6 +995,18 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
             (a,),
             lambda x, r=rows_of: (r(x[0]),),
             randn(gen, rows, 4 * size, dtype=torch.float64),
+            lambda x: x,
+            (0,),
+        )
+        ids = torch.arange(9) * 5 % rows
+        compare(
+            lambda w, group=group, ids=ids, rows=rows: gd.vocab_parallel_embedding(
+                ids, w, group, classes=rows
+            ),
+            lambda w, ids=ids: torch.nn.functional.embedding(ids, w),
+            (a,),
+            lambda x, r=rows_of: (r(x[0]),),
+            randn(gen, 9, 4 * size, dtype=torch.float64),
             lambda x: x,
             (0,),
         )

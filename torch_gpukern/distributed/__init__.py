@@ -21,6 +21,7 @@ switches it off. It is also skipped while a CUDA graph is captured.
 """
 
 from .attention import context_parallel_attn, context_parallel_attn_varlen
+from .embedding import vocab_parallel_embedding
 from .estimate import Estimate, Machine, estimate
 from .experts import expert_parallel, shard_experts
 from .loss import vocab_parallel_linear_cross_entropy
@@ -45,5 +46,6 @@ __all__ = [
     "shard_experts",
     "shard_sequence",
     "sm_limit",
+    "vocab_parallel_embedding",
     "vocab_parallel_linear_cross_entropy",
 ]
