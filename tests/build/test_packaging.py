@@ -215,6 +215,16 @@ def test_wheel_runs_in_a_fresh_environment(manylinux, tmp_path):
 
 
 @pytest.mark.slow
+def test_pages_run_from_the_wheel(manylinux, tmp_path):
+    """The pages' code, the integrations and the commands, away from this checkout."""
+    python = borrowing_venv(tmp_path / "venv")
+    pip_install(python, manylinux)
+    here = Path(__file__).parent
+    tests = os.pathsep.join((str(here.parent), str(here)))
+    print(must(sys.executable, here / "as_a_user.py", python, PYTHONPATH=tests))
+
+
+@pytest.mark.slow
 def test_wheel_runs_on_the_oldest_torch(manylinux, tmp_path):
     """The same wheel, not a rebuilt one, runs with torch 2.10 from pip. That download is gigabytes
     if it is a CUDA build."""
