@@ -2,6 +2,7 @@
 """flash-attn's three functions against its documented conventions, written out in float64."""
 
 import itertools
+import re
 from functools import cache
 
 import pytest
@@ -418,6 +419,48 @@ def test_lengths_of_a_cache_are_named_as_the_caller_does(how, says):
     q, cache = torch.ones(1, 1, 2, 8), torch.zeros(2, 4, 2, 8)
     with pytest.raises(IndexError, match=f"gpukern flash_attn_with_kvcache: {says}"):
         flash_attn_with_kvcache(q, cache, cache.clone(), **how)
+
+
+_ONE = {"cache_seqlens": torch.tensor([1], dtype=torch.int32)}
+_TURNS = {"rotary_cos": torch.ones(2, 4), "rotary_sin": torch.zeros(2, 4)}
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(
+    ("how", "says"),
+    (
+        (
+            _TURNS | {"cache_seqlens": torch.tensor([2], dtype=torch.int32)},
+            r"cache_seqlens and the tokens behind are expected to have rows of rotary_cos, "
+            r"\[0, 2\), got 2",
+        ),
+        (_TURNS | _ONE | {"rotary_sin": torch.zeros(3, 4)}, r"rotary_sin must have shape \[2, 4\]"),
+        (_ONE | {"block_table": torch.zeros(2, 1).int()}, r"block_table must have shape \[1, max_"),
+        (_ONE | {"block_table": torch.zeros(1).int()}, r"block_table must have shape \[1, max_"),
+        (_ONE | {"block_table": torch.zeros(1, 1).long()}, r"block_table must be int32, got int64"),
+        (
+            _ONE | {"cache_batch_idx": torch.zeros(2).int()},
+            r"cache_batch_idx must have shape \[1\]",
+        ),
+        (_ONE | {"cache_leftpad": torch.zeros(2).int()}, r"cache_leftpad must have shape \[1\]"),
+        (
+            _ONE | {"k_descale": torch.ones(3)},
+            r"k_descale must have shape \[\] or \[2\], got \[3\]",
+        ),
+    ),
+)
+def test_errors_of_the_ops_name_what_the_caller_passed(how, says, causal):
+    """Both with new tokens, which rope and kv_cache_write look at, and without."""
+    from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
+
+    codes = {"k_descale"} & how.keys()
+    cache = torch.zeros(2, 4, 2, 8).to(torch.float8_e4m3fn if codes else torch.float32)
+    q, k = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8)
+    for new in ((k, k), ()) if "rotary_cos" not in how else ((k, k),):
+        with pytest.raises((IndexError, ValueError)) as caught:
+            flash_attn_with_kvcache(q, cache, cache.clone(), *new, **how, causal=causal)
+        assert re.match(f"gpukern flash_attn_with_kvcache: {says}", str(caught.value))
+    assert cache.view(torch.uint8).count_nonzero() == 0
 
 
 def test_lengths_that_are_no_integers_are_refused():

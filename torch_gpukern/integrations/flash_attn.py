@@ -30,12 +30,8 @@ def _refuse(function: str, text: str) -> None:
     raise ValueError(f"gpukern {function}: {text}")
 
 
-def _beyond(
-    function: str, new: int, k_cache: Tensor, table: Tensor, paged: bool, error: str
-) -> str:
-    """Rewords an op's error about slots in terms of the caller's arguments."""
-    if "slots" not in error:
-        return error
+def _beyond(function: str, new: int, k_cache: Tensor, table: Tensor, paged: bool) -> str:
+    """The error of slots that the cache does not have, in terms of the caller's arguments."""
     blocks, block = k_cache.shape[:2]
     if not paged:
         return (
@@ -50,10 +46,23 @@ def _beyond(
     )
 
 
+# names of our ops' arguments, and of the caller's that became them
+_CALLERS = {
+    "positions is expected to hold": "cache_seqlens and the tokens behind are expected to have",
+    "cos": "rotary_cos",
+    "sin": "rotary_sin",
+    "seq_lens": "cache_seqlens",
+    "kv_start": "cache_leftpad",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+}
+_OURS = re.compile(rf"\b({'|'.join(_CALLERS)})\b")
+
+
 def _reworded(function: str, paged: bool, error: str) -> str:
-    """Rewords paged_attn's error about lengths and tables in terms of the caller's arguments."""
-    error = error.replace(f"{NAMESPACE}::paged_attn", f"gpukern {function}")
-    error = error.replace("seq_lens", "cache_seqlens")
+    """Rewords an op's error in terms of the caller's arguments."""
+    error = re.sub(rf"\b{NAMESPACE}::\w+", f"{NAMESPACE} {function}", error)
+    error = _OURS.sub(lambda found: _CALLERS[found[0]], error)
     if paged:
         return error
     error = error.replace("a row of block_table", "a row of k_cache")
@@ -281,9 +290,21 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens.dtype not in (torch.int32, torch.int64):
         _refuse(name, f"cache_seqlens must be int32 or int64, got {str(cache_seqlens.dtype)[6:]}")
-    if not torch.compiler.is_compiling() and cache_seqlens.shape != q.shape[:1]:
-        got = list(cache_seqlens.shape)
-        _refuse(name, f"cache_seqlens must have shape [{batch}], one length a sequence, got {got}")
+    if not torch.compiler.is_compiling():  # before k and v are written
+        for what, given, shape in (
+            ("cache_seqlens", cache_seqlens, [batch]),
+            ("cache_batch_idx", cache_batch_idx, [batch]),
+            ("cache_leftpad", cache_leftpad, [batch]),
+            ("block_table", block_table, [batch, "max_blocks"]),
+        ):
+            if given is None:
+                continue
+            got = list(given.shape)
+            if len(got) != len(shape) or got[0] != batch:
+                expected = ", ".join(map(str, shape))
+                _refuse(name, f"{what} must have shape [{expected}], got {got}")
+        if block_table is not None and block_table.dtype is not torch.int32:
+            _refuse(name, f"block_table must be int32, got {str(block_table.dtype)[6:]}")
     lengths = cache_seqlens.to(torch.int32)
     if k is not None and v is not None:
         place = lengths[:, None] + torch.arange(k.shape[1], dtype=torch.int32, device=q.device)
@@ -311,10 +332,11 @@ def flash_attn_with_kvcache(
                     q = rotated.unflatten(0, (batch, seq_q))
             else:
                 kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
-        except IndexError as error:  # on the CPU, whose ops look at slots
-            raise IndexError(
-                _beyond(name, k.shape[1], k_cache, table, block_table is not None, str(error))
-            ) from error
+        except (IndexError, ValueError) as error:
+            paged, text = block_table is not None, str(error)
+            if isinstance(error, IndexError) and "slots" in text:  # the CPU's ops look at slots
+                text = _beyond(name, k.shape[1], k_cache, table, paged)
+            raise type(error)(_reworded(name, paged, text)) from error
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
     short = _short(q, seq_q, rules)
