@@ -165,6 +165,23 @@ def test_no_dropout_draws_no_seed(p, device):
         assert device != "cuda" or torch.equal(torch.cuda.get_rng_state(), state[1])
 
 
+@pytest.mark.parametrize("p", (0, 0.0))
+def test_no_dropout_draws_no_seed_in_a_graph(p):
+    """As in F.dropout. vmap inside of a compiled function raised an error at the draw."""
+    x = torch.randn(4, 5)
+    calls = (
+        lambda x: gk.dropout(x, p),
+        lambda x: gk.dropout_add(x, 2 * x, p),
+        lambda x: gk.bias_gelu_dropout(x, None, p),
+    )
+    for call in calls:
+        torch._dynamo.reset()
+        want, state = call(x), torch.get_rng_state()
+        for way in (call, torch.vmap(call)):
+            torch.testing.assert_close(torch.compile(way, backend="aot_eager")(x), want)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_gradcheck(device):
     gen, seed = generator("dropout gradcheck"), seed_of(8, 9, device=device)
     x, r = (randn(gen, 3, 5, dtype=torch.float64, device=device).requires_grad_() for _ in range(2))

@@ -130,12 +130,12 @@ def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
     the error.
 
     With p = 0 nothing is drawn. As with F.dropout, the generator's state does not change, and vmap
-    sees no random operation. Traced code draws even with p = 0, because a comparison of p would be
-    a guard.
+    sees no random operation. Under torch.compile p is a constant of the graph in any case, so the
+    comparison causes no compilation of its own.
     """
     if not isinstance(x, Tensor):
         return None
-    if not torch.compiler.is_compiling() and isinstance(p, (int, float)) and p == 0:
+    if isinstance(p, (int, float)) and p == 0:
         return torch.zeros(2, dtype=torch.int64, device=x.device)
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device)
 
