@@ -562,7 +562,7 @@ def test_scales_that_were_made_in_inference_mode():
     fork = cache.fork(sequence)
     cache.extend([fork], 1)  # copies the page and its scales
     assert cache.k_scale[0, cache.pages(fork)[0]].tolist() == [2, 2]
-    for margin in (0.0, -1.0, math.nan, math.inf):
+    for margin in (0.0, -1.0, math.nan, math.inf, 1e300):
         with pytest.raises(ValueError, match="KVCacheScales.scales: margin is"):
             found.scales(margin)
 

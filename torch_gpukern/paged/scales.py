@@ -111,7 +111,7 @@ class KVCacheScales:
 
         Raises:
             ValueError: a layer that was not observed, or a head whose values were all 0; a value
-                that is infinite or NaN; a margin of 0 or less.
+                that is infinite or NaN; a margin of 0 or less, or one that makes a scale infinite.
         """
         if not 0 < margin < float("inf"):
             raise ValueError(
@@ -135,5 +135,11 @@ class KVCacheScales:
                             f"are not all 0: call observe(k, v, layer={layer}) on text that is "
                             f"like what comes, or set that scale"
                         )
-            found[name] = (amax * (margin / LARGEST[self.dtype])).clamp_min(2.0**-126)
+            scale = (amax * (margin / LARGEST[self.dtype])).clamp_min(2.0**-126)
+            if not scale.isfinite().all():
+                raise ValueError(
+                    f"KVCacheScales.scales: margin is {margin}; {name} would be infinite, expected "
+                    f"a smaller factor"
+                )
+            found[name] = scale
         return found

@@ -157,7 +157,8 @@ class Fp8Linear(torch.nn.Linear):
             larger than all of these saturates. The histories are buffers (``history_x``,
             ``history_weight``, ``history_grad``) and part of the state_dict; they move in training
             alone. Activation checkpointing recomputes with the scales of the first pass and moves
-            no history, unless it stands around a compiled layer.
+            no history, unless it stands around a compiled layer. If it calls one layer twice with
+            inputs of the same largest size, both are recomputed with the scales of the second call.
         history: calls that are remembered.
 
     Raises:
