@@ -138,7 +138,7 @@ static inline ref_scores ref_scores_make(const gk_attn_scores *x, int64_t b, int
     return s;
 }
 
-/* The lowest finite number of a dtype. Such a bias hides the key, as -inf does. */
+/* The lowest finite number of a dtype. This bias hides the key, as -inf does. */
 static inline double ref_lowest(gk_dtype dtype) {
     return dtype == GK_F64    ? -DBL_MAX
            : dtype == GK_F16  ? -65504.0

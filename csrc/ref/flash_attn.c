@@ -82,7 +82,7 @@ static sequence sequence_make(const flash_job *job, int64_t b) {
     return s;
 }
 
-/* What makes a logit of q k: scale, softcap and slope; mask and biases. */
+/* The terms that turn q k into a logit: scale, softcap and slope; mask and biases. */
 static ref_score score_of(const flash_job *job, const sequence *s, int64_t h) {
     return ref_score_make(&job->x->rules, s->b, h, s->diagonal, 1);
 }

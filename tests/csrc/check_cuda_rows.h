@@ -1,17 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* check_cuda_rows.h: check_cuda's random problems for operations along the last dimension.
  *
- * size, loss (check_cuda.c), with s = u (64 + 4 sqrt N), N the terms of a sum:
- *   norm_fwd        size (|xhat| + 1) |w| + |b|; loss s. sum is exact
- *   norm_bwd        dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|; dweight, dbias: sum |g| (|xhat| + 1)
- *   softmax_fwd     size p (1 + max |s|), log: 1 + |s| + |lse|; loss s
- *   softmax_bwd     size |scale y| (|g| + sum |g y|), log: |scale| (|g| + exp(y) (1 + |y|) sum |g|); loss s
- *   glu             size |gate up|; backward |g up| (1 + |gate|), |g gate|; loss 32 u
- *   rope            size |x1 cos| + |x2 sin|; loss 8 u
- *   cross_entropy   size (1 + max |z|) times the weights that the row has; backward |g| times those; loss s (1 + max |z|)
- *   dropout         size |x + b| / (1 - p) + |residual|, backward |g| (1 + |x + b|) / (1 - p); loss 32 u. What is kept is exact
- * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both
- * devices. */
+ * For each op, the size of its terms and the loss that check_cuda.c allows beside them, with
+ * s = u (64 + 4 sqrt N) and N the number of terms of a sum:
+ *
+ *   norm_fwd       size (|xhat| + 1) |w| + |b|; loss s. The sum is exact.
+ *   norm_bwd       dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|
+ *                  dweight, dbias: size sum |g| (|xhat| + 1)
+ *   softmax_fwd    size p (1 + max |s|), log_softmax: 1 + |s| + |lse|; loss s
+ *   softmax_bwd    size |scale y| (|g| + sum |g y|); loss s
+ *                  log_softmax: size |scale| (|g| + exp(y) (1 + |y|) sum |g|); loss s
+ *   glu            size |gate up|; backward |g up| (1 + |gate|), |g gate|; loss 32 u
+ *   rope           size |x1 cos| + |x2 sin|; loss 8 u
+ *   cross_entropy  size (1 + max |z|) times the weights of the row; loss s (1 + max |z|)
+ *                  backward: size |g| times those weights
+ *   dropout        size |x + b| / (1 - p) + |residual|; loss 32 u. Which elements are kept is
+ *                  exact. Backward: size |g| (1 + |x + b|) / (1 - p)
+ *
+ * adamw writes the tensors that it reads, which no problem here supports. tests/ops/test_train.py
+ * tests it on both devices. */
 #include "gpukern_train.h"
 #include "formats/philox.h"
 

@@ -19,7 +19,7 @@ typedef struct attn_seq {
     gk_span span;
 } attn_seq;
 
-/* What every block of a call has in common. */
+/* The values that every block of a call shares. */
 typedef struct attn_shape {
     int64_t batch, heads_q, heads_kv, group, head_dim, head_dim_v;
     int64_t max_seq_q, max_seq_k; /* upper bounds over the batch; sizes of dense calls */

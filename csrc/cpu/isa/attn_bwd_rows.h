@@ -13,7 +13,8 @@
 
 #include "attn_bwd.h"
 
-/* What an AMX tile adds to C: lane by lane the products of W pairs, even and odd ones apart. */
+/* The values that an AMX tile adds to C: lane by lane the products of W pairs, even and odd ones
+ * apart. */
 INLINE vf tile_dot(const vc a[W], const vc b[W]) {
     vf sum[2] = {vf_set1(0), vf_set1(0)};
     for (int i = 0; i < W; ++i)

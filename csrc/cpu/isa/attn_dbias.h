@@ -97,7 +97,8 @@ INLINE float *ddistance_sums(const attn_dbias *d, int64_t b, int64_t h, int64_t 
     return d->distances + part * (d->seq_q + d->seq_k);
 }
 
-/* ---- phases of the main step: tasks of one phase add to different sums ------------------------ */
+/* ---- phases of the main step ----------------------------------------------------------------- */
+/* Tasks of one phase add to different sums. */
 INLINE int64_t phases_b(const attn_dbias *d) {
     return d->form == DBIAS_PAIRS && d->dbias->shape[0] == 1 ? d->batch : 1;
 }

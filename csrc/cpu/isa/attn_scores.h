@@ -137,7 +137,7 @@ INLINE void attn_bias_load(const void *const value[W], gk_dtype dtype, int64_t s
     }
 }
 
-/* What is added to the scores of W rows, in ATTN_UNIT: to[k][..] for keys [key, key + n). -inf
+/* The bias of the scores of W rows, in ATTN_UNIT: to[k][..] for keys [key, key + n). -inf
  * hides. */
 INLINE void attn_bias_tile(const attn_scores *s, const attn_row *const row[W], int64_t key,
                            int64_t n, float *to, int64_t ld) {

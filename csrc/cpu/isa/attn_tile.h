@@ -1,26 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_tile: a block of query lanes against the keys of one kv head, for dense and for paged keys.
- * Dao 2023, arXiv:2307.08691, Algorithm 1, transposed: a row is a key, a lane is a query.
+/* attn_tile.h: attention of a block of queries over the keys of one kv head, dense or paged.
+ * Algorithm 1 of Dao 2023, arXiv:2307.08691, transposed: a row is a key, and a lane is a query.
  *
- *   S^T = K Q^T    P^T = exp(score(S^T) - m)    O^T = O^T exp(m_old - m) + V^T P^T    O = (O^T / l)^T
+ *   S^T = K Q^T     P^T = exp(score(S^T) - m)
+ *   O^T = O^T exp(m_old - m) + V^T P^T     O = (O^T / l)^T
  *
- * Lanes are the (query row, head of the GQA group) pairs of one kv head, row by row: a group shares
- * every tile of keys, and lo and hi never decrease from lane to lane. A strip is NR lanes; all that
- * belongs to a strip lies together.
+ * A lane is a pair of a query row and a head of the GQA group, so the whole group shares every
+ * tile of keys. Lanes are ordered by row, so the bounds lo and hi never decrease from lane to lane.
+ * A strip is NR lanes. All buffers of a strip are contiguous.
  *
  *   scratch of one worker (cells and floats are 4 bytes)
  *     q  [bq / NR][cells(D)][NR] cells    Q^T, packed once
- *     k  [bkv][cells(D) up to W] cells    a tile of keys, their rows converted
- *     v  [cells(bkv)][Dv up to W] cells   a tile of values, neighbouring keys zipped where a cell is a pair
- *     s  [bkv up to PAIR][NR] floats      scores of one strip; p takes their place, as cells
+ *     k  [bkv][cells(D) up to W] cells    a tile of keys, converted
+ *     v  [cells(bkv)][Dv up to W] cells   a tile of values; if a cell is a pair, two neighbouring
+ *                                         keys are interleaved
+ *     s  [bkv up to PAIR][NR] floats      scores of one strip; P^T overwrites them, as cells
  *     o  [bq / NR][Dv][NR] floats         O^T
  *     decoded  [bkv][D + Dv]              keys and values of 8-bit pages, in q's dtype
- *     bias  [bkv][NR] floats              what a call with a bias adds to the scores of one strip
+ *     bias  [bkv][NR] floats              bias of one strip's scores, if the call has one
  *
- * Per tile of keys:  pack K, V | per strip: K Q^T -> s | s -> p, m, l | rescale O^T where m moved | O^T += V^T p
- * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip.
- * On tiles (AMX) p is a B as it is made; v is V^T, [Dv][cells(bkv)], and cells are padded with
- * zeros to whole tiles. */
+ * For each tile of keys:
+ *   pack K and V
+ *   for each strip: S^T = K Q^T; P^T, m and l from S^T; rescale O^T where m grew; O^T += V^T P^T
+ *
+ * A strip's scores stay in the L1 from one product to the next. Each strip reads the tiles of K and
+ * V from the L2 once. On AMX, P^T already has the layout of operand B, V is stored transposed,
+ * [Dv][cells(bkv)], and cells are padded with zeros to whole tiles. */
 #ifndef GPUKERN_CPU_ATTN_TILE_H
 #define GPUKERN_CPU_ATTN_TILE_H
 
@@ -90,7 +95,7 @@ typedef struct attn_lanes {
     float sink[ATTN_MAX_BQ];              /* natural */
 } attn_lanes;
 
-/* What is the same for every block of a call. */
+/* The values that every block of a call shares. */
 typedef struct attn_job {
     const gk_attn_rules *rules;
     gk_dtype dtype, out_dtype; /* out_dtype: dtype or float32 */
@@ -212,19 +217,19 @@ INLINE vi attn_relative(const int64_t *bounds, int64_t j0, int64_t n) {
     return vi_load(t);
 }
 
-/* What a strip's scores meet beside the rules. */
+/* A strip's mask and bias. */
 typedef struct attn_strip_scores {
     vi word[4][NV];    /* bits of the block of 128 keys */
     int64_t column;    /* of key j0 in that block */
     const float *bias; /* [n][NR] in ATTN_UNIT */
 } attn_strip_scores;
 
-/* Keys j0 .. j0 + n against nv vectors of lanes. On the way in s [n][NR] holds dot products, on the
- * way out p as cells [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is
- * true. s times `scale` is the scaled score. m starts at -FLT_MAX and stays finite, so a masked
- * score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. own: NULL, or of a call with a
- * mask or a bias: then a lane's m moves by itself, so that its bits do not depend on what the mask
- * shows to its neighbours. words, biased: whether own->word and own->bias count. */
+/* The softmax of keys j0 .. j0 + n for nv vectors of lanes. s [n][NR] holds dot products first and
+ * p at the end, as cells [cells(n)][NR]. s times `scale` is the scaled score. Returns true if O^T
+ * must be multiplied by *shrink. m starts at -FLT_MAX and stays finite, so a masked score (-inf)
+ * gives exactly 0 and never inf - inf. A NaN reaches l. own is NULL unless the call has a mask or
+ * a bias. With it, each lane raises its m by itself, so that its bits do not depend on the keys
+ * that its neighbours see. words, biased: whether own->word and own->bias are used. */
 INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane,
                          const attn_job *job, float scale, vf shrink[NV], const int nv,
                          const bool score_step, const bool edge, const attn_strip_scores *own,
@@ -317,7 +322,7 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
     return moved;
 }
 
-/* What dropout does not keep of p becomes 0, after it was summed. */
+/* Dropout sets elements of p to 0 after they were summed. */
 INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, int64_t lane,
                       const int nv, const gk_attn_keep *dropout) {
     vi keep[(ATTN_MAX_BKV / 32 + 2) * NV];
@@ -339,8 +344,8 @@ INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, i
 }
 
 /* ---- the way out ----------------------------------------------------------------------------- */
-/* What a lane's row holds already, as a share of both: out = share * held + (1 - share) * own.
- * Returns the lse of both. */
+/* Merges the result of other keys, whose lse is `held`, with this one, whose lse is `own`: out =
+ * share * other result + (1 - share) * this result. Returns the lse over all keys. */
 INLINE float attn_join(float held, float own, float *share) {
     const double peak = held > own ? held : own;
     if (peak == -INFINITY) {

@@ -163,7 +163,7 @@ static void pack_keys(const scratch *w, const sizes *z, const char *k, gk_dtype 
 }
 
 /* ---- phase 2: a task ------------------------------------------------------------------------- */
-/* What a task keeps from key tile to key tile. */
+/* The state of a task from key tile to key tile. */
 typedef struct task_state {
     pair t;
     scratch w;

@@ -1,15 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8: attention of e4m3 codes by exact conversion, dense and packed, every modifier,
- * compiled once per ISA.
- *   q q_scale   k k_scale   v v_scale + v_mean   as float32, then the block of flash_attn_fwd.c; sums are float32 throughout
- * Every code is a float32, so that only the product with its scale rounds. Scales of 2^100 and more
- * are balanced by powers of two, so that the product is a float32 unless q's and k's are both so
- * large. v_mean goes into the rows of v: a row of out then has it times the probability that keys
- * took, and a row that sees no key stays 0.
- * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv] e4m3   out [B, Hq, Sq, Dv] bf16, f16, f32   lse [B, Hq, Sq] float32
- * packed: as in flash_attn_fwd.c
- * Work split: that of flash_attn_fwd.c. A worker's scratch has, beside the block's, the block's
- * rows of q as float32. */
+/* flash_attn_fp8: attention of e4m3 codes, dense and packed, with every option of gk_attn_rules.
+ * Compiled once for each instruction set.
+ *
+ *   q [B, Hq, Sq, D]   k [B, Hkv, Sk, D]   v [B, Hkv, Sk, Dv]   e4m3
+ *   out [B, Hq, Sq, Dv] bfloat16, float16 or float32   lse [B, Hq, Sq] float32
+ *   packed calls: as in flash_attn_fwd.c
+ *
+ * Codes are converted to float32 and multiplied by their scales: q q_scale, k k_scale,
+ * v v_scale + v_mean. Then the block of flash_attn_fwd.c runs in float32. A code is exact in
+ * float32, so only the product with its scale rounds. Scales of 2^100 and more are balanced by
+ * powers of two, so that the product does not overflow unless the scales of both q and k are that
+ * large. v_mean is added to the rows of v. So a row of out has v_mean times the sum of its
+ * probabilities, and a row that sees no key is 0.
+ *
+ * Work split: as in flash_attn_fwd.c. The scratch of a worker also holds the block's rows of q in
+ * float32. */
 #include "../../formats/attn_scales.h"
 #include "attn_tile.h"
 #include "codes_vec.h"
@@ -26,7 +31,7 @@ typedef struct fp8_job {
 GK_PLAN_HOLDS(fp8_job);
 
 /* ---- codes to rows of float32 ---------------------------------------------------------------- */
-/* What a tile of keys of one sequence and kv head is decoded by. */
+/* How a tile of keys of one sequence and kv head is decoded. */
 typedef struct fp8_keys {
     int64_t head_dim, head_dim_v, k_block, v_block;
     const float *k_scale, *v_scale; /* of block 0; NULL = 1 */

@@ -1,13 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd: O = softmax(scale Q K^T) V and its LSE, dense and packed, compiled once per ISA.
- * Dao 2023, arXiv:2307.08691, Algorithm 1; the block itself is attn_tile.h.
- * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq] float32, natural log
- * packed: q [Tq, Hq, D]  k [Tk, Hkv, D]  v [Tk, Hkv, Dv]  out [Tq, Hq, Dv]  lse [Tq, Hq]
- * Work split: a task is a block of bq lanes (query row x head of the group) of one kv head of one
- * sequence; the blocks of the last rows come first, because under a causal mask they see the most
- * keys. A worker owns one scratch.
- * Dropout: what is kept of p is what V^T multiplies, 1 / (1 - p) joins 1 / l.
- * Not here: float64 (ref/), keys in pages (paged_attn.c). */
+/* flash_attn_fwd: O = softmax(scale Q K^T) V and its LSE, dense and packed. Compiled once for each
+ * instruction set. Algorithm 1 of Dao 2023, arXiv:2307.08691; attn_tile.h computes a block.
+ *
+ *            dense               packed
+ *   q        [B, Hq, Sq, D]      [Tq, Hq, D]
+ *   k        [B, Hkv, Sk, D]     [Tk, Hkv, D]
+ *   v        [B, Hkv, Sk, Dv]    [Tk, Hkv, Dv]
+ *   out      [B, Hq, Sq, Dv]     [Tq, Hq, Dv]
+ *   lse      [B, Hq, Sq]         [Tq, Hq]         float32, natural logarithm
+ *
+ * Work split: a task is a block of bq lanes of one kv head of one sequence. A lane is a pair of a
+ * query row and a head of the GQA group. The blocks of the last rows come first, because under a
+ * causal mask they see the most keys. Each worker has one scratch buffer.
+ * Dropout: V^T multiplies the kept elements of P^T alone. The factor 1 / (1 - p) is applied
+ * together with 1 / l.
+ * Not served: float64 (ref/), keys in pages (paged_attn.c). */
 #include "attn_tile.h"
 
 /* ---- a block with a mask or a bias ------------------------------------------------------------
@@ -36,7 +43,7 @@ typedef enum strip_state {
     STRIP_PARTIAL
 } strip_state;
 
-/* What a strip has of a block by the kinds of its lanes. */
+/* How the mask's block looks to a strip: empty, full or partial for its lanes together. */
 INLINE strip_state strip_state_of(const attn_row *rows, int64_t count, int64_t block) {
     bool any = false, all = true;
     for (int64_t n = 0; n < count; ++n) {

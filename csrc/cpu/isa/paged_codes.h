@@ -28,7 +28,7 @@ INLINE paged_codes paged_codes_of(const gk_paged_attn_args *a) {
                          a->v_scale && a->v_scale->ndim == 2 ? a->v_scale : NULL};
 }
 
-/* Of a key and a value as rows of q's dtype; 0 where the pages are these already. */
+/* The bytes of a key and a value in q's dtype; 0 if the pages have that dtype. */
 INLINE int64_t paged_decoded_bytes(const gk_paged_attn_args *a) {
     if (!gk_is_code(a->k_cache.dtype)) return 0;
     const int64_t values = a->k_cache.dtype == GK_U8 ? 0 : a->v_cache.shape[3];
@@ -89,7 +89,7 @@ static char *decode_keys(const attn_keys *keys, int64_t j, int64_t n, int64_t he
     return to;
 }
 
-/* Of `heads` heads from keys->head on. */
+/* Decodes n keys and values of `heads` heads, from keys->head on. */
 static void paged_decode_heads(const attn_keys *keys, int64_t j, int64_t n, int64_t heads,
                                int64_t k_head, int64_t v_head, const char **k, const char **v,
                                char *to) {
