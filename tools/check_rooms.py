@@ -29,8 +29,8 @@ ROOMS = (
     "cmake",
 )
 
-# Law 1. What an #include of each room may name. The headers of the C library have no slash and end
-# in .h.
+# Law 1. The headers that an #include of each room may name. The headers of the C library have no
+# slash and end in .h.
 CSRC_INCLUDE = re.compile(
     r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\""
 )
@@ -255,6 +255,20 @@ def check_python(path: Path, text: str):
                     node.lineno,
                     f"law 1: torch_gpukern reaches the kernels through torch.ops alone, not {name}",
                 )
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from check_docstring(node)
+
+
+def check_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    """An entry of a section of a docstring is "name: what it is". Lines that go on are indented
+    further, or the pages show them as an entry of their own."""
+    text = ast.get_docstring(node) or ""
+    for section in re.findall(
+        r"^(?:Args|Attributes|Raises):\n((?: +\S.*\n?)+)", text, re.MULTILINE
+    ):
+        for line in section.splitlines():
+            if line[4:5] != " " and not re.match(r"    \*{0,2}[\w./]+(, \*{0,2}\w+)*:", line):
+                yield node.lineno, f"{node.name}: indent the lines of an entry: {line.strip()}"
 
 
 # Small ops that share one file in ops/, one benchmark, one test and one worklog, while each has its

@@ -65,6 +65,11 @@ BREACHES = {
         "  }\n}\n",
         "a dtype without a case",
     ),
+    "entry of a docstring": (
+        "torch_gpukern/a.py",
+        'def f(x, y):\n    """Adds.\n\n    Args:\n        x: one\n        number. y: another.\n    """\n',
+        "indent the lines of an entry",
+    ),
     "blanks": ("docs/a.md", "a \n", "blanks"),
     "no newline": ("docs/a.md", "a", "no newline"),
 }

@@ -116,7 +116,7 @@ def flash_attn_func(
 
     Raises:
         ValueError: a deterministic backward that torch was not asked for, or what
-        `torch_gpukern.flash_attn` refuses.
+            `torch_gpukern.flash_attn` refuses.
     """
     rules = _rules(
         "flash_attn_func",

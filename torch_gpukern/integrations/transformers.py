@@ -107,7 +107,7 @@ def register(name: str = "gpukern") -> None:
 
     Args:
         name: what to call it. transformers takes names with "flash" in them for packages of its
-        own.
+            own.
 
     Raises:
         ValueError: a name with "flash" in it.
@@ -636,15 +636,15 @@ def register_continuous_batching() -> None:
         model.set_attn_implementation("paged|eager")
         model.generate_batch(inputs, generation_config)
 
-    Continuous batching takes "sdpa", "paged|eager" and packages with "flash" in their names; of these "paged|eager" alone is
-    one that can be registered. It is served for every model of the process from then on, on every
-    device: sequences are packed calls over the keys that transformers gathers from its pages, with
-    windows, softcap and sinks. transformers still builds its mask, which is not read: cu_seq_lens
-    and the config, of which it is made, say the same.
+    Continuous batching takes "sdpa", "paged|eager" and packages with "flash" in their names. Only
+    "paged|eager" can be registered. From then on gpukern serves it for every model of the process,
+    on every device: sequences are packed calls over the keys that transformers gathers from its
+    pages, with windows, softcap and sinks. transformers still builds its mask. It is not read,
+    because cu_seq_lens and the config say the same.
 
     Raises:
         ImportError: a transformers that does not take "paged|eager".
-    """  # noqa: E501
+    """
     if "paged|eager" not in AttentionInterface().valid_keys():
         import transformers
 

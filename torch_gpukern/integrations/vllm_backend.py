@@ -94,9 +94,11 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
     """Attention of one layer.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-        logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks: vLLM's. Whatever else vLLM
-        may add is refused by name.
+        num_heads, head_size, scale, num_kv_heads: vLLM's.
+        alibi_slopes, sliding_window, logits_soft_cap, sinks: vLLM's.
+        kv_cache_dtype, attn_type, kv_sharing_target_layer_name: vLLM's.
+
+    Any other argument that vLLM may add is refused by name.
     """
 
     def __init__(

@@ -167,12 +167,8 @@ class Attention(torch.nn.Module):
         self.head_dim = head_dim or hidden_size // num_heads
         if not 0 <= dropout <= 1:
             raise ValueError(f"Attention: dropout must be between 0 and 1, got {dropout}")
-        self.is_causal, self.window, self.softcap, self.dropout = (
-            is_causal,
-            window,
-            softcap,
-            dropout,
-        )
+        self.is_causal, self.window = is_causal, window
+        self.softcap, self.dropout = softcap, dropout
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, num_heads * self.head_dim, **options)
         self.k_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
@@ -195,14 +191,18 @@ class Attention(torch.nn.Module):
         """x [B, S, hidden_size]; returns the same shape.
 
         Args:
-            rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], of the halves' kind
-                (Llama's): queries and keys are rotated by them first. None rotates nothing.
-            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch;
-            kv_end without a cache. cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads,
-            head_dim] of this layer. The S new tokens of each
-                sequence are written to slots [B * S] and attend to all that block_table [B,
-                max_blocks] and seq_lens [B], the new tokens counted, name; `PagedKVCache` makes all
-                three. No gradients.
+            rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], which rotate queries and
+                keys. Column i is rotated with column i + head_dim / 2, as in Llama. None rotates
+                nothing.
+            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch. With
+                a cache, kv_end must be None.
+            cache: (k_cache, v_cache) of this layer, each [num_blocks, block_size, num_kv_heads,
+                head_dim]. The S new tokens of each sequence are written to it, and attend to all
+                tokens of their sequence. There are no gradients.
+            block_table: [B, max_blocks] int32, the pages of each sequence. `PagedKVCache` makes it,
+                and seq_lens and slots.
+            seq_lens: [B] int32, the tokens of each sequence, the new ones included.
+            slots: [B * S], the places of the new tokens in the cache.
             k_scale, v_scale: of the cache, as `paged_attn` takes them.
 
         Raises:
@@ -251,7 +251,7 @@ class Attention(torch.nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, S, H, D] by angles [S, D] or [B, S, D]; dimension d turns with d + D / 2."""
+    """x [B, S, H, D], rotated by angles [S, D] or [B, S, D]. Column d pairs with d + D / 2."""
     half = x.shape[-1] // 2
     other = torch.cat([-x[..., half:], x[..., :half]], -1)
     return x * cos.unsqueeze(-2).to(x.dtype) + other * sin.unsqueeze(-2).to(x.dtype)

@@ -167,10 +167,11 @@ def linear_dpo_loss(
     chosen, the second half rejected.
 
     Args:
-        x: [2 B, S, H] of the model. target: [2 B, S], the token that each position predicts, or
-            ignore_index (of the prompt and padding).
+        x: [2 B, S, H] of the model.
+        target: [2 B, S], the token that each position predicts, or ignore_index (of the prompt and
+            padding).
         ref_x, ref_weight, ref_bias: of the reference, which gets no gradient.
-        average_log_prob: a sequence's mean over its tokens instead of its sum (ipo wants it).
+        average_log_prob: a sequence's mean over its tokens instead of its sum (ipo needs it).
 
     Raises:
         ValueError: an odd batch, or what `linear_log_probs` and `dpo_loss` refuse.
@@ -282,9 +283,10 @@ def linear_kl_div(
     (1 - beta) S, ``beta KL(T || M) + (1 - beta) KL(S || M)``: Liger's fused linear JSD.
 
     Args:
-        x: [..., H] of the student, float32, bfloat16, float16 or float64. weight: [V, H], bias [V].
-        teacher_x, teacher_weight, teacher_bias: of the teacher: same tokens and classes; H and
-            dtype of its own. It gets no gradient.
+        x: [..., H] of the student, float32, bfloat16, float16 or float64.
+        weight, bias: [V, H] and [V] of the student.
+        teacher_x, teacher_weight, teacher_bias: of the teacher, for the same tokens and classes. H
+            and dtype may differ from the student's. The teacher gets no gradient.
         target: [...] int64; tokens whose target is ignore_index do not count. None counts all.
         reduction: ``"mean"`` over the tokens that count, or ``"sum"``.
 

@@ -81,9 +81,10 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` by `torch_gpukern.rms_norm`: one pass over the rows forward, one backward.
 
     Args:
-        normalized_shape, eps, elementwise_affine, device, dtype: as in nn.RMSNorm; eps None is the
-        distance of 1 to the next float32 (float64 for float64). weight_offset: is added to weight,
-        whose first values are then zeros (1 in Gemma's checkpoints).
+        normalized_shape, elementwise_affine, device, dtype: as in nn.RMSNorm.
+        eps: as in nn.RMSNorm. None is the distance of 1 to the next float32 (float64 for float64).
+        weight_offset: added to weight (1 for Gemma's checkpoints). The first values of weight are
+            then zeros.
 
     ``norm(x, residual)`` returns (norm(x + residual), x + residual).
     """
@@ -171,7 +172,7 @@ class RotaryEmbedding(torch.nn.Module):
         max_positions: positions are in [0, max_positions).
         base: angle i of position p is p / base^(2 i / rotary_dim).
         interleaved: pairs of neighbours (GPT-J's), else column i with column i + rotary_dim / 2
-        (Llama's).
+            (Llama's).
 
     The tables cos and sin are float32 [max_positions, rotary_dim / 2], no part of the state_dict,
     and stay float32 where the module is cast.
@@ -242,7 +243,10 @@ class RotaryEmbedding(torch.nn.Module):
         return rope(q, k, cos, sin, positions, interleaved=self.interleaved)
 
     def extra_repr(self) -> str:
-        return f"rotary_dim={self.rotary_dim}, max_positions={self.max_positions}, base={self.base}, interleaved={self.interleaved}"  # noqa: E501
+        return (
+            f"rotary_dim={self.rotary_dim}, max_positions={self.max_positions}, "
+            f"base={self.base}, interleaved={self.interleaved}"
+        )
 
 
 class LinearCrossEntropy(torch.nn.Linear):
@@ -255,7 +259,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         in_features: H of x [..., H].
         num_classes: V.
         ignore_index, label_smoothing, softcap, logit_scale, reduction, low_memory, z_loss: as in
-        `linear_cross_entropy`.
+            `linear_cross_entropy`.
     """
 
     def __init__(

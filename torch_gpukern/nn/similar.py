@@ -81,46 +81,45 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
     """(class of ours, its rule, what it is) for a module that computes the same; None for any
     other."""
     kind = type(module)
-    if (
-        kind.__module__.startswith(("torch.", __name__.partition(".")[0]))
-        or "forward" in vars(module)
-        or len(_parameters(kind)) != 1
-    ):
+    ours = kind.__module__.startswith(("torch.", __name__.partition(".")[0]))
+    if ours or "forward" in vars(module) or len(_parameters(kind)) != 1:
         return None
-    if (
-        kind.__name__.endswith("RMSNorm")
-        and not module._modules
-        and set(module._parameters) == {"weight"}
-    ):
-        weight = module.weight
-        if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
-            return None
-        eps = next(
-            (n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)),
-            None,
-        )
-        (name,) = _parameters(kind)
-        rules = [] if eps is None else [(eps, offset, _promotes(module), name) for offset in (0, 1)]
-        return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
+    if kind.__name__.endswith("RMSNorm"):
+        if not module._modules and set(module._parameters) == {"weight"}:
+            return _similar_norm(module)
     if set(module._modules) == _MLP and not module._parameters:
-        gate = module.gate_proj
-        products = [m for n, m in module._modules.items() if n != "act_fn"]
-        plain = all(
-            isinstance(m, torch.nn.Linear) and type(m.weight) is torch.nn.Parameter
-            for m in products
-        )
-        if (
-            not plain
-            or any(m.weight.is_meta for m in products)
-            or not isinstance(module.act_fn, torch.nn.Module)
-            or has_hooks(module.act_fn)
-            or (kind := _kind(module.act_fn)) is None
-        ):
-            return None
-        (name,) = _parameters(type(module))
-        rules = [(activation, kind, name) for activation in ("silu", "tanh", "none")]
-        return _first_that_agrees(module, SimilarMLP, rules, gate.weight, gate.in_features)
+        return _similar_mlp(module)
     return None
+
+
+def _similar_norm(module: torch.nn.Module) -> tuple[type, Any, str] | None:
+    weight = module.weight
+    if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
+        return None
+    names = (n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float))
+    eps = next(names, None)
+    if eps is None:
+        return None
+    (name,) = _parameters(type(module))
+    rules = [(eps, offset, _promotes(module), name) for offset in (0, 1)]
+    return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
+
+
+def _similar_mlp(module: torch.nn.Module) -> tuple[type, Any, str] | None:
+    for product in (module.gate_proj, module.up_proj, module.down_proj):
+        if not isinstance(product, torch.nn.Linear) or product.weight.is_meta:
+            return None
+        if type(product.weight) is not torch.nn.Parameter:
+            return None
+    if not isinstance(module.act_fn, torch.nn.Module) or has_hooks(module.act_fn):
+        return None
+    kind = _kind(module.act_fn)
+    if kind is None:
+        return None
+    (name,) = _parameters(type(module))
+    rules = [(activation, kind, name) for activation in ("silu", "tanh", "none")]
+    gate = module.gate_proj
+    return _first_that_agrees(module, SimilarMLP, rules, gate.weight, gate.in_features)
 
 
 def _parameters(kind: type) -> list[str]:
@@ -144,7 +143,7 @@ def _promotes(norm: torch.nn.Module) -> bool:
 
 
 def _first_that_agrees(
-    module, kind, rules, like: Tensor, columns: int
+    module: torch.nn.Module, kind: type, rules: list, like: Tensor, columns: int
 ) -> tuple[type, Any, str] | None:
     """The first rule whose result agrees with the module's for two rows; None if there is none. The
     rows hold numbers from 1 to 2 and from -1 to -2, where all activations and offsets differ by
@@ -157,29 +156,25 @@ def _first_that_agrees(
         with torch.no_grad():
             want = type(module).forward(module, x)
             for rule in rules:
-                ours = _as(kind, module, rule)(x)
-                if (
-                    isinstance(want, Tensor)
-                    and want.shape == ours.shape
-                    and want.dtype is ours.dtype
-                ):
-                    size = max(float(want.abs().max()), 1e-6)
-                    if (
-                        float((want.float() - ours.float()).abs().max())
-                        <= 8 * torch.finfo(like.dtype).eps * size
-                    ):
-                        return (
-                            kind,
-                            rule,
-                            f"{type(module).__name__} -> "
-                            f"{'RMSNorm' if kind is SimilarRMSNorm else _mlp_name(rule)}",
-                        )
+                if _agree(want, _as(kind, module, rule)(x), like.dtype):
+                    return kind, rule, f"{type(module).__name__} -> {_name_of(kind, rule)}"
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
         return None  # not what it looked like
     return None
 
 
-def _mlp_name(rule: tuple[str, Any]) -> str:
+def _agree(want: Any, ours: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two results differ by roundings of `dtype` at most."""
+    if not isinstance(want, Tensor) or want.shape != ours.shape or want.dtype is not ours.dtype:
+        return False
+    largest = max(float(want.abs().max()), 1e-6)
+    error = float((want.float() - ours.float()).abs().max())
+    return error <= 8 * torch.finfo(dtype).eps * largest
+
+
+def _name_of(kind: type, rule: tuple) -> str:
+    if kind is SimilarRMSNorm:
+        return "RMSNorm"
     return "MLP with swiglu" if rule[0] == "silu" else "MLP with geglu"
 
 

@@ -14,7 +14,7 @@ class Stream:
     Args:
         tokenizer: has `decode`.
         stop: strings that end the text, which is then without them. The one that begins first
-        counts.
+            counts.
     """
 
     def __init__(self, tokenizer, stop: Sequence[str] = ()) -> None:

@@ -58,7 +58,7 @@ def quantize_directory(
     Args:
         source: a directory with \\*.safetensors, as transformers writes it.
         target: a directory that does not exist, or is empty. Configuration and tokenizer are
-        copied.
+            copied.
         recipe: as in `quantize`, without calibration or training.
         skip: patterns of names ("model.layers.0.self_attn.q_proj", without ".weight") or last parts
             that stay; by default embeddings, the head, norms and routers. What is no 2-dimensional

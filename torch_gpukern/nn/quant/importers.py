@@ -135,8 +135,9 @@ def from_gptq(
         qweight: int32 [K * bits / 32, N], codes along K, low bits first.
         qzeros: int32 [G, N * bits / 32], zero points along N.
         scales: [G, N] floating.
-        g_idx: int32 [K], the group of each k. Where groups are not in order (act-order) the layer
-        sorts its input's columns. bias: [N].
+        g_idx: int32 [K], the group of each k. If groups are not in order (act-order), the layer
+            sorts its input's columns.
+        bias: [N].
         bits: 2, 3, 4 or 8. Codes of 2 and 3 bits take 4 bits in the layer.
         version: 1: files hold a zero point less one, modulo 2^bits; 2 ("gptq_v2"): the zero point.
 
@@ -271,7 +272,7 @@ def from_compressed_tensors(
 
     Raises:
         ValueError: a dtype or shape that does not fit; an input_scale beside blocks, or one that is
-        no finite number above 0.
+            no finite number above 0.
     """
     who = "from_compressed_tensors"
     n, k = _matrix(who, "weight", weight, E4M3)

@@ -261,7 +261,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def state_of(recipe: str) -> Tensor:
-    """What a state_dict says of a layer's recipe: a magic, a version and its name, as bytes."""
+    """A layer's recipe in a state_dict: a magic, a version and its name, as bytes."""
     return torch.tensor(list(f"{FORMAT} {VERSION} {recipe}".encode()), dtype=torch.uint8)
 
 
