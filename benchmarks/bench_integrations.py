@@ -261,7 +261,7 @@ class Bench:
 
     @staticmethod
     def exact(model: torch.nn.Module, run: Callable) -> torch.Tensor:
-        """What the call returns in float32 on "eager"."""
+        """The call's result in float32 on "eager"."""
         twin = copy.deepcopy(model).float()
         twin.set_attn_implementation("eager")
         return run(twin)()

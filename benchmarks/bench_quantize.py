@@ -28,7 +28,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass
 class Form:
-    """What is timed: calls on `inputs` tensors [m, k]. each: bytes read and written for each
+    """Times calls on `inputs` tensors [m, k]. each: bytes read and written for each
     value."""
 
     group: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a benchmark runs on: the cores of this machine or its GPU.
+"""The device of a benchmark: the cores of this machine or its GPU.
 
 Both classes have the same methods. `name` and `driver` identify the device. `peaks`, `readers` and
 `page_readers` say what it can do. `estimate` and `time_block` time calls. `state` gives clock and

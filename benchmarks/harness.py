@@ -71,7 +71,7 @@ RESULTS = HERE / "results"
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row or a group must reach. None sets no limit.
+    """The bar that a row or a group must reach. None sets no limit.
 
     geomean, each: ratios against the fastest peer. share: part of the fastest limit's speed. rate:
     a row's own figure, in its unit. at_least, at_most: the value of a fact. A firm bar has no floor
@@ -343,7 +343,7 @@ def geomean(values: Sequence[float]) -> float:
 
 @dataclass
 class Group:
-    """What the rows of a group must reach together: one line of the table of bars."""
+    """The bar that the rows of a group must reach together: one line of the table of bars."""
 
     group: str
     rows: int

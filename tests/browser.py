@@ -43,7 +43,7 @@ def dom(url, folder, width=1280, seconds=20):
 
 
 def text_of(page, ident):
-    """What stands in the element of this id, which holds no other element."""
+    """The text of the element of this id, which holds no other element."""
     match = re.search(rf'<(\w+)[^>]*\bid="{ident}"[^>]*>([^<]*)</\1>', page)
     assert match, f"the page has no text at #{ident}"
     return unescape(match[2])

@@ -237,7 +237,7 @@ def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5):
 def _cross_entropy(
     logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0
 ):
-    """Of logits [N, C] and class indices."""
+    """Cross entropy of logits [N, C] and class indices."""
     log_p = _log_softmax(logits, -1)
     kept = target != ignore_index
     w = torch.ones_like(logits[0]) if weight is None else weight

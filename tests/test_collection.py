@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What pytest collects: every test file. Also the output at the start of `make test`: that tests are
+"""Pytest collects every test file. Also the output at the start of `make test`: that tests are
 being collected, and that tests run before the skipped ones.
 
 This file is in no folder of tests/, because pytest can leave out a folder for its name.

@@ -151,9 +151,9 @@ _OfCudaGemm = _TypedDict(
 
 
 class Explanation(_OfCudaGemm):
-    """What `explain` returns; its docstring describes the entries. device, class and instances
-    exist only for a CUDA gemm, accumulate only for float8_e4m3fn attention. row and rows are the
-    old names of instance and instances, kept for one version."""
+    """The type of `explain`'s result; its docstring describes the entries. device, class and
+    instances exist only for a CUDA gemm, accumulate only for float8_e4m3fn attention. row and rows
+    are the old names of instance and instances, kept for one version."""
 
     instance: str
     row: str

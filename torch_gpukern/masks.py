@@ -93,7 +93,7 @@ class AttnMask:
         )
 
     def _rows_of(self, layout: Layout, tile: int) -> Tensor:
-        """What the 128 queries of a tile see, bool [B, H, 128, 128 nk]."""
+        """Whether the 128 queries of a tile see a key, bool [B, H, 128, 128 nk]."""
         flag = self._flags(layout)[:, :, tile]
         kind = (flag & 3).long()
         words = self.data[..., layout.words : layout.source].unflatten(2, (-1, 512))
@@ -111,7 +111,7 @@ class AttnMask:
         return sees.transpose(2, 3).flatten(3)
 
     def _made(self, layout: Layout, tile: int) -> Tensor:
-        """What the queries of a tile see by the mask's ranges, bool [B, H, nk, 128, 128]."""
+        """Whether the queries of a tile see a key by ranges, bool [B, H, nk, 128, 128]."""
         count = self.seq_q if self.store == RANGES else self.seq_k
         source = self.data[..., layout.source : layout.source + 4 * count].unflatten(2, (count, 4))
         row = torch.arange(tile * TILE, (tile + 1) * TILE, device=self.device)[:, None]
@@ -152,7 +152,7 @@ pytree.register_pytree_node(
 
 
 class MaskTiles:
-    """What `AttnMask.tiles` returns: the class of each tile, with a table of counts and a picture.
+    """The result of `AttnMask.tiles`: the class of each tile, with a table of counts and a picture.
 
     Attributes:
         classes: uint8 [B, H, ceil(Sq / 128), ceil(Sk / 128)]: 0 empty, 1 partial, 2 full.

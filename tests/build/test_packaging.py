@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users install: the wheel, an editable install, the C library and its CMake package; and the
-messages of a failed build.
+"""Tests of what users install: the wheel, an editable install, the C library and its CMake package.
+Also the messages of a failed build.
 
 Builds use the build folder of `make`, so that nothing is compiled twice.
 """

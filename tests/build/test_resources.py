@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ptxas made of the CUDA kernels: no local memory, and the registers that docs/resources.csv
-lists.
+"""The machine code that ptxas made of the CUDA kernels: it uses no local memory, and as many
+registers as docs/resources.csv lists.
 
 It needs the compiled library and the disassemblers, but no GPU. The notes of ptxas on Hopper's
 kernels are in logs that the build keeps beside the objects (cmake/ptxas_log.sh). No object contains

@@ -75,7 +75,7 @@ def test_measuring_needs_a_gpu(measured, tmp_path):
 
 @pytest.mark.gpu
 def test_the_driver_agrees_with_the_calculator(measured):
-    """Of every rung of the ladder, with its static shared memory alone."""
+    """The occupancy of every rung of the ladder, with its static shared memory alone."""
     library = ROOT / "build" / "libgpukern_ladder.so"
     if not library.exists():
         pytest.skip(f"{library.name} is not built")

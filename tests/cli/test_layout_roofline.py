@@ -102,8 +102,8 @@ def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
 
 
 def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys):
-    """Ceilings that allow less than a kernel's own 2 us: latency. What was not counted, or has no
-    ceilings, is left out."""
+    """Ceilings that allow less than a kernel's own 2 us: latency. Kernels that were not counted,
+    or have no ceilings, are left out."""
     head = "device,what,sm__cycles_elapsed.max,lts__t_sectors_srcunit_tex.sum,dram__bytes_read.sum"
     rows = [
         "NVIDIA H100 80GB HBM3,small,9000,1000,32000",

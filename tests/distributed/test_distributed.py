@@ -677,7 +677,7 @@ def check_experts_over_ranks(ranks):
         expert_of = torch.randint(
             1, total + 1, (sum(tokens), each), generator=gen, device="cpu"
         ).to(x.device)
-        # Numbers after the last expert and below 0 are no experts. Such choices must not affect a
+        # Numbers after the last expert and below 0 are no experts. These choices must not affect a
         # result or gradient, whatever x and weight_of contain.
         for t, value in ((expert_of, -1), (x, float("nan")), (weight_of, float("nan"))):
             t[::4] = value

@@ -3,7 +3,8 @@
  * after it.
  *
  * Every byte decides one thing, and any bytes are a call. So the fuzzer can vary one thing at a
- * time. Past the end of the bytes, 0 is read. Numbers come from a generator that one byte seeds.
+ * time. Reads behind the end of the bytes give 0. Numbers come from a generator that one byte
+ * seeds.
  *
  * Checked for every call:
  *   - memory is exactly as large as the strides say, so that the address sanitizer sees an access

@@ -187,7 +187,8 @@ def test_rope_belongs_to_the_family():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "cohere", "gpt_oss", "gpt_neox", "glm"])
 def test_rotations(name, dtype):
-    """Of every kind: halves, pairs, angles once, a part of the columns; positions of each row."""
+    """Rotary embeddings of every kind: halves, pairs, angles once, a part of the columns, and
+    positions of each row."""
     where = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     model = small({"llama": "Llama", "cohere": "Cohere", "gpt_oss": "GptOss",
                    "gpt_neox": "GPTNeoX", "glm": "Glm"}[name])  # fmt: skip

@@ -747,7 +747,7 @@ def test_ddp_on_gloo_sends_the_buffers(recipe, one_rank):
 
 @pytest.mark.parametrize("recipe", DEPLOYED)
 def test_states_and_pickles_hold_8_bit_floats_in_their_own_dtype(recipe):
-    """What earlier versions wrote loads, and what is written now they can read."""
+    """Files of earlier versions load, and earlier versions can read files that are written now."""
     model, x = quantized_layer(recipe)
     (layer,), want = model, model(x).detach()
     spec = {n: dtype for n, (_, dtype) in SCHEMES[recipe].spec(64, 128).items()}

@@ -129,7 +129,7 @@ def test_any_byte_but_0_is_true():
 
 
 def tables(x, by_keys):
-    """What a kernel reads of the first head: (tiles, lists, words of a slot as bits)."""
+    """The parts that a kernel reads of the first head: (tiles, lists, words of a slot as bits)."""
     layout, data = Layout(x.store, x.seq_q, x.seq_k, True), x.data[0, 0]
     major, minor = (layout.tiles_k, layout.tiles_q) if by_keys else (layout.tiles_q, layout.tiles_k)
     at = (

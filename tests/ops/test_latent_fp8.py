@@ -488,7 +488,7 @@ def test_the_cost_counts_bytes_of_rows(device):
 
 
 def test_the_two_functions_agree(device):
-    """What a cache of elements gives, within the rounding of the codes."""
+    """The result of a cache of elements, within the rounding of the codes."""
     gen = generator("latent fp8 both")
     c = randn(gen, 100, 1, LATENT, dtype=torch.float32, device=device)
     k_pe = randn(gen, 100, 1, ROPE, dtype=torch.float32, device=device).bfloat16().float()

@@ -160,7 +160,7 @@ def parted(cache, how):
 @pytest.mark.parametrize("how", ("fork at a length", "truncate after fork"))
 @pytest.mark.parametrize("swapped", (False, True))
 def test_sequences_of_different_lengths_grow_in_one_call(how, swapped, device):
-    """Of the sequences that share a page, the longest keeps it, because it writes after the tokens
+    """The longest of the sequences that share a page keeps it, because it writes after the tokens
     of the others."""
     cache = make(device)
     a, b = parted(cache, how)
@@ -244,8 +244,8 @@ def test_salt_keeps_prefixes_apart():
 
 
 def test_freed_pages_stay_known_until_they_are_needed(device):
-    """The page that has been idle longest is reused first. Of one sequence's pages it is the last
-    one, since its first pages serve more prefixes."""
+    """The page that has been idle longest is reused first. Among the pages of one sequence it is
+    the last one, since its first pages serve more prefixes."""
     cache = make(device, num_blocks=6)
     for first in (100, 200):
         s = cache.allocate()

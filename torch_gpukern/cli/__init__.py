@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
-    from .commands import (
-        # avoids a cycle: commands.py imports nn and layout, which import terminal.py
-        main as run,
-    )
+    # imported here to avoid a cycle: commands.py imports nn and layout, which import terminal.py
+    from .commands import main as run
 
     return run(argv)

@@ -396,8 +396,8 @@ def _described(dtypes: Iterable[str], device: torch.device) -> str:
 
 
 def _measured(work: Sequence[tuple[str, int, str]], device: torch.device) -> Iterator[Measured]:
-    """Of each op, size and dtype. Inputs are made when their turn comes: those of all sizes need
-    not fit together."""
+    """Measures each op, size and dtype. Inputs are made for one case at a time, so that those of
+    all sizes need not fit into memory together."""
     items = [f"{op} {size}" for op, size, _ in work]
     with torch.inference_mode():
         for (op, size, dtype), _ in zip(work, with_progress(items, "bench"), strict=True):

@@ -21,7 +21,7 @@ OLDEST_CUDA = (8, 0)
 
 
 def facts() -> dict[str, Any]:
-    """What is installed, in types that JSON has."""
+    """The facts of this installation, in types that JSON has."""
     try:
         isa, reason = ops.cpu_isa.default(), ops.cpu_isa_reason.default()
     except RuntimeError as error:  # GPUKERN_CPU names an instruction set that this machine lacks

@@ -26,7 +26,7 @@ from .core import (
 from .swizzle import Swizzle, Swizzled, parse
 from .values import from_values, leaves_of_values, rebuilt
 
-# What a layout is divided by or composed with: a layout, a size (meaning the compact layout), or a
+# A divisor or right operand of a composition: a layout, a size (meaning the compact layout), or a
 # sequence or dict of these for the modes; None leaves a mode unchanged.
 Tiler = Union[  # noqa: UP007
     Layout, str, int, Sequence["Tiler"], dict[str, "Tiler"], None
@@ -140,7 +140,10 @@ def _check_every_value(a: Layout, b: Layout, r: Layout) -> None:
                 mode,
                 f"it reaches offset {inner}, and a has the indices 0 to {n - 1}",
             )
-        why = f"with the modes before it, it carries in a = {a}: a({inner}) is {values[inner]}, the strides add up to {got}"  # noqa: E501
+        why = (
+            f"with the modes before it, it carries in a = {a}: a({inner}) is {values[inner]}, "
+            f"the strides add up to {got}"
+        )
         raise Refusal("compose", "b", b, mode, why)
 
 

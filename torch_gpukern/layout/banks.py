@@ -95,7 +95,10 @@ class Access:
 
     def __str__(self) -> str:
         banks = "free of conflicts" if self.ways == 1 else f"{self.ways}-way"
-        return f"{self.name}: {banks}, {self.wavefronts} wavefronts (best {self.best_wavefronts}); {self.sectors} sectors (best {self.best_sectors})"  # noqa: E501
+        return (
+            f"{self.name}: {banks}, {self.wavefronts} wavefronts (best {self.best_wavefronts}); "
+            f"{self.sectors} sectors (best {self.best_sectors})"
+        )
 
 
 def vectors(

@@ -412,7 +412,7 @@ class Layout(Drawn):
         return True
 
     def explain(self) -> str:
-        """What the layout is, in a few lines."""
+        """A description of the layout, in a few lines."""
         lines = [f"{self}: {self.size} elements in {self.cosize} offsets"]
         names = self.names or ("",) * self.rank
         for i, (mode, name) in enumerate(zip(self.modes, names)):

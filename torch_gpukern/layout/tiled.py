@@ -131,7 +131,10 @@ class TiledMma:
             layout = logical_divide(layout, tilers)
         for m, mode in zip(modes, layout.modes):
             if mode.size % self.shape[m]:
-                why = f"its {'mnk'[m]} is {mode.size}, no multiple of the {self.shape[m]} of {self.atoms} {self.atom.name}"  # noqa: E501
+                why = (
+                    f"its {'mnk'[m]} is {mode.size}, no multiple of the {self.shape[m]} of "
+                    f"{self.atoms} {self.atom.name}"
+                )
                 raise Refusal("TiledMma", operand, layout, None, why)
         tiles = zipped_divide(layout, tuple(self.atom.shape[m] for m in modes))
         tv = expect_layout(compose(tiles[0], getattr(self.atom, operand)))

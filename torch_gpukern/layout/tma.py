@@ -231,7 +231,10 @@ class WgmmaDescriptor:
 
     def __str__(self) -> str:
         span = f"{self.swizzle}-byte swizzle" if self.swizzle else "no swizzle"
-        return f"{self.bits:#018x}: {self.major.upper()}-major, {span}, leading {self.leading}, stride {self.stride} bytes"  # noqa: E501
+        return (
+            f"{self.bits:#018x}: {self.major.upper()}-major, {span}, leading {self.leading}, "
+            f"stride {self.stride} bytes"
+        )
 
 
 def _canonical(
@@ -315,7 +318,11 @@ def wgmma_descriptor(
         for mn in range(mn_size):
             want = _canonical(major, span, leading, stride, unit, mn, at_k, elem_bytes)
             if byte(mn, at_k) != want:
-                why = f"element ({mn},{at_k}) lies at byte {byte(mn, at_k)}; with {major.upper()}-major, leading {leading}, stride {stride} wgmma reads byte {want}"  # noqa: E501
+                why = (
+                    f"element ({mn},{at_k}) lies at byte {byte(mn, at_k)}; with "
+                    f"{major.upper()}-major, leading {leading}, stride {stride} wgmma reads byte "
+                    f"{want}"
+                )
                 raise Refusal("wgmma_descriptor", "operand", inner, None, why)
     return WgmmaDescriptor(major, span, leading, stride, address)
 

@@ -212,7 +212,10 @@ def _dequantize_symbolic(codes, dtype, **_):
 
 
 def _refusal(name: str) -> str:
-    return f"{name}: it has no backward; train through torch_gpukern.nn's layers, whose rule goes straight through the rounding"  # noqa: E501
+    return (
+        f"{name}: it has no backward; train through torch_gpukern.nn's layers, whose rule goes "
+        "straight through the rounding"
+    )
 
 
 _quantize = define_op("quantize", public=quantize, symbolic=_symbolic, refuse=_refusal("quantize"))

@@ -296,7 +296,7 @@ def grouped_gemm(
 
 
 def sparse_pack(w):
-    """(values, meta) of a 2:4 sparse weight. Of each four elements, the non-zeros are kept, filled
+    """(values, meta) of a 2:4 sparse weight. In each four elements, the non-zeros are kept, filled
     up to two with the first zeros, in ascending order."""
     n, k = w.shape
     four = w.float().reshape(n, k // 4, 4)

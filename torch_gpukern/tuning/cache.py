@@ -134,7 +134,10 @@ def use(path: Path | None = None) -> int:
             except (ValueError, RuntimeError) as error:
                 refused.append(str(error).splitlines()[0].removeprefix("gpukern::gemm_prefer: "))
         if refused:
-            problem += f"{' and ' if problem else ''}has {len(refused)} entries that this library refuses ({refused[0]})"  # noqa: E501
+            problem += (
+                f"{' and ' if problem else ''}has {len(refused)} entries that this library "
+                f"refuses ({refused[0]})"
+            )
         if problem:
             problems.append(f"{name[:63]} {problem}")
     if problems:

@@ -212,7 +212,7 @@ class Judge:
 
 @dataclass
 class Result:
-    """What `tune` found for a problem.
+    """The result of `tune` for a problem.
 
     Attributes:
         default, best: names of instances.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a type checker says of the public functions: the package is typed (PEP 561)."""
+"""A type checker's verdict on the public functions: the package is typed (PEP 561)."""
 
 import os
 import subprocess
