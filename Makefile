@@ -67,13 +67,13 @@ endif
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
 SAYS := the demo takes 3 to 10 minutes on two cores
 else ifneq ($(filter test,$(MAKECMDGOALS)),)
-SAYS := the tests take about 8 minutes on two cores
+SAYS := the tests take about 12 minutes on two cores
 else ifneq ($(filter test-all,$(MAKECMDGOALS)),)
 SAYS := the whole grid takes about an hour on two cores
 endif
 ifdef SAYS
 $(info gpukern: $(SAYS)$(if $(wildcard $(STAMPS)/requirements*),,; before $(if $(filter demo,$(MAKECMDGOALS)),it,them) about 3 \
-to install torch and build$(if $(SAYS_NO_CUDA),, (about 12 more for the CUDA half where nvcc is))))
+to install torch and build$(if $(SAYS_NO_CUDA),, (about 20 more for the CUDA half where nvcc is))))
 endif
 ifdef SAYS_NO_CUDA
 $(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)

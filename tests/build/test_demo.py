@@ -276,7 +276,7 @@ def test_the_demo_says_first_how_long_it_takes(tmp_path):
         == "gpukern: the demo takes 3 to 10 minutes on two cores; before it about 3 to install "
         "torch and build"
     )
-    assert "about 12 more for the CUDA half" in makes(tmp_path, "demo", gpu=True).splitlines()[0]
+    assert "about 20 more for the CUDA half" in makes(tmp_path, "demo", gpu=True).splitlines()[0]
     stamp = tmp_path / "venv" / ".gpukern" / "requirements"
     stamp.parent.mkdir(parents=True)
     stamp.touch()
@@ -288,7 +288,7 @@ def test_the_demo_says_first_how_long_it_takes(tmp_path):
 def test_make_test_says_how_long_it_takes(tmp_path):
     first = makes(tmp_path, "test", gpu=False).splitlines()[0]
     assert first.startswith(
-        "gpukern: the tests take about 8 minutes on two cores; before them about 3 to install torch"
+        "gpukern: the tests take about 12 minutes on two cores; before them about 3 to install torch"
     )
     assert makes(tmp_path, "build", gpu=False).splitlines()[0] != first
 
