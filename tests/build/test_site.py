@@ -41,9 +41,7 @@ onload = measure;
 @pytest.fixture
 def needed():
     if not (SITE / "index.html").exists():
-        pytest.skip("the site is not built: make docs")
-    if not browser.found():
-        pytest.skip("no browser is installed")
+        browser.lacks("the site is not built: make docs")
 
 
 @pytest.mark.usefixtures("needed")
