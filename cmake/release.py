@@ -121,7 +121,7 @@ def environment(name: str) -> Path:
 def check(dist: Path, version: str, tests: list[str]) -> None:
     """Installs the wheel by the index beside this torch, in a fresh environment, and runs tests."""
     python = environment(f"torch-{version}")
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     torch = (
         "torch" if version == "newest" else f"torch=={version}" + ".*" * (version.count(".") < 2)
     )
