@@ -308,4 +308,7 @@ def _written(p: Tensor) -> tuple[int, int]:
 def _local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself. AdamW is elementwise, so each rank
     can update its part alone."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    if not hasattr(x, "to_local"):
+        return x
+    # FSDP2's part of a weight may be a subclass with hooks (nn.fp8_all_gather)
+    return x.to_local().as_subclass(Tensor)

@@ -19,6 +19,7 @@ from .patching import Patched, patch
 from .quant.calibration import Observed, calibrate
 from .quant.files import load_quantized, quantize_directory
 from .quant.fp8 import Fp8Linear
+from .quant.fp8_gather import fp8_all_gather
 from .quant.importers import from_awq, from_compressed_tensors, from_gptq, from_torchao
 from .quant.importers_4bit import (
     from_bitsandbytes,
@@ -51,6 +52,7 @@ __all__ = [
     "RotaryEmbedding",
     "calibrate",
     "dpo_loss",
+    "fp8_all_gather",
     "from_awq",
     "from_bitsandbytes",
     "from_compressed_tensors",

@@ -28,12 +28,46 @@ HISTORIES = "history_x", "history_weight", "history_grad", "calls"  # buffers of
 CALLS = 256  # forwards of a layer that may wait for their backward under activation checkpointing
 
 
+class GatheredWeight(Tensor):
+    """A weight that FSDP2 has gathered as e4m3 codes (fp8_gather.py). It has the shape and dtype
+    of the weight that the codes stand for, so its gradient has, too. Only Fp8Linear reads it."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype):
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        x = args[0]
+        if func is torch.ops.aten.detach.default or (
+            # FSDP2 lays what it has gathered out as the weight
+            func is torch.ops.aten.as_strided.default
+            and (tuple(args[1]), tuple(args[2])) == (tuple(x.shape), (x.shape[1], 1))
+        ):
+            return cls(x.codes, x.scale, x.dtype)
+        raise NotImplementedError(
+            f"fp8_all_gather: {func} on a weight that is gathered in 8 bits; only Fp8Linear's "
+            "forward reads it. Read the sharded weight, after model.reshard()"
+        )
+
+    def __repr__(self, **_):
+        return f"GatheredWeight({list(self.shape)}, dtype={self.dtype})"
+
+
 def _product(
     x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None
 ):
     """(the product, then the tensors that backward needs)."""
     a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
-    b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
+    if isinstance(w, GatheredWeight):
+        b, scale_b = w.codes, w.scale
+    else:
+        b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
     bias = None if bias is None else bias.to(x.dtype)
     return (
         scaled_gemm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=x.dtype),
@@ -96,7 +130,7 @@ def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
     """
     seen, now, by = _sizes(x, history)
     _push(history, now)
-    return _scale(seen, by, dtype)
+    return scale_of(seen, by, dtype)
 
 
 def _delayed_scales(
@@ -117,7 +151,7 @@ def _delayed_scales(
     else:
         _push(history_x, now_x), _push(history_w, now_w)
         calls.copy_(torch.cat([torch.stack([now_x, by_x, by_w])[:, None], calls[:, :-1]], 1))
-    return _scale(seen_x, by_x, E4M3), _scale(seen_w, by_w, E4M3)
+    return scale_of(seen_x, by_x, E4M3), scale_of(seen_w, by_w, E4M3)
 
 
 def _sizes(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +167,7 @@ def _push(history: Tensor, now: Tensor) -> None:
     history.copy_(torch.cat([now[None], history[:-1]]))
 
 
-def _scale(seen: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_of(seen: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     most = 448.0 if dtype is E4M3 else 57344.0
     return torch.where(seen.isfinite(), (by / most).clamp_min(2.0**-126), float("nan"))
 
