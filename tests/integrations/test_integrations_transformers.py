@@ -6,11 +6,15 @@ most twice as far from it as "eager" in float32. Padded positions are never comp
 values in transformers mean nothing.
 """
 
+import ast
 import contextlib
 import functools
+import itertools
+import re
 import types
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,6 +243,90 @@ def test_packed_sequences(family, how):
         cu = torch.tensor([0, 9, 10, 22], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
     assert_as_eager(FAMILIES[family], step(ids, use_cache=False, **inputs))
+
+
+# ---- models whose attention computes with the mask -----------------------------------------------
+
+
+def _sparse(name, **changes):
+    """A model with latent attention whose indexer chooses the keys that a query sees."""
+    sizes = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8)
+    sizes |= dict(v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16)
+    sizes |= dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    sizes |= dict(n_group=1, topk_group=1, first_k_dense_replace=1, num_key_value_heads=4)
+    return _family(name, **sizes, **changes)
+
+
+MASKED = {
+    "doge": lambda: _family("Doge", keep_window_size=4),
+    "deepseek_v4": lambda: _family(
+        "DeepseekV4",
+        num_key_value_heads=1,
+        q_lora_rank=16,
+        sliding_window=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        layer_types=["sliding_attention", "compressed_sparse_attention"],
+        mlp_layer_types=["moe", "moe"],
+    ),
+}
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("family", MASKED)
+def test_a_mask_that_the_model_changes(family, side):
+    """Doge hides keys by a mask of its own, DeepSeek-V4 adds columns for compressed keys."""
+    try:
+        MASKED[family]()
+    except AttributeError:
+        pytest.skip(f"this transformers has no {family}")
+    mask = None if side == "none" else padding([11, 8], 11, side)
+    ids, seen = words(2, 11), slice(None) if mask is None else mask.bool()
+    assert_as_eager(
+        MASKED[family], lambda m: {"out": m(ids, attention_mask=mask)[0][seen].detach()}
+    )
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+def test_keys_that_an_indexer_chooses_are_refused_by_name(name):
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this transformers has no {name}")
+    model = build(lambda: _sparse(name), "gpukern", torch.float32)
+    with pytest.raises(ValueError, match="gpukern attention: sparse attention by indices of keys"):
+        model(words(2, 11))
+
+
+def test_every_model_that_changes_the_mask_gets_a_matrix():
+    """Read from transformers' sources: an attention that takes elements of `attention_mask`, or
+    makes another mask of it, and passes it on."""
+    # these pass on a mask of another kind, which transformers does not ask gpukern for
+    other = {"decision_transformer", "gpt2", "granite_speech5", "nemotron_asr_streaming"}
+    other |= {"parakeet", "swin"}
+    found = set()
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        for body in path.read_text().split("\nclass ")[1:]:
+            name = re.match(r"\w+", body)[0]
+            if name.endswith("Attention") and "get_interface(" in body and "mask" in body:
+                text = re.split(r"\n(?=[^\s)])", body)[0]  # up to the class's end
+                if _computes_with_the_mask(ast.parse(f"class {text}")):
+                    found.add(path.parent.name)
+    assert found - other <= {kind.removesuffix("_text") for kind in gk.MATRICES}
+
+
+def _computes_with_the_mask(kind):
+    for node in ast.walk(kind):
+        operands = []
+        if isinstance(node, ast.Subscript):
+            operands = [node.value]
+        elif isinstance(node, ast.BinOp):
+            operands = [node.left, node.right]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            lists = [x.elts for x in node.args if isinstance(x, ast.List)]
+            operands = [node.func.value, *itertools.chain(*lists)]
+        if any(isinstance(x, ast.Name) and x.id == "attention_mask" for x in operands):
+            return True
+    return False
 
 
 # ---- over a cache --------------------------------------------------------------------------------

@@ -232,6 +232,26 @@ def is_rule(mask: Any) -> bool:
 
 # ---- from transformers' mask to a rule -----------------------------------------------------------
 
+# Models (config.model_type) whose attention computes with the elements of the mask before it passes
+# the mask on, most of them to hide keys that an indexer did not choose. They get a matrix.
+MATRICES = frozenset(
+    (
+        "axk2",
+        "deepseek_v32",
+        "deepseek_v4",
+        "doge",
+        "dots3_note_text",
+        "glm5_next_text",
+        "glm_moe_dsa",
+        "hy_v4",
+        "hy_v4_vl_text",
+        "mistral_large4_text",
+        "qwen4_exp_text",
+    )
+)
+# Of these, models that expect the 0 and -inf of "eager"
+FLOATS = frozenset(("deepseek_v4",))
+
 
 def _mask(
     batch_size: int,
@@ -264,7 +284,14 @@ def _mask(
         use_vmap=use_vmap,
         device=device,
     )
-    if use_vmap:  # or_mask_function, and_mask_function
+    kind = getattr(config, "model_type", None)
+    if kind in FLOATS:
+        seen = dense()
+        dtype = kwargs["dtype"]
+        return torch.where(
+            seen, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min
+        )
+    if use_vmap or kind in MATRICES:  # use_vmap: or_mask_function, and_mask_function
         return dense()
     if (
         mask_function is hf.bidirectional_mask_function
