@@ -697,6 +697,21 @@ def test_calibration_of_a_layer_that_is_called_by_name():
     assert model.up.input_scale == 1 / 127
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("recipe", DEPLOYED)
+def test_a_model_that_multiplies_by_the_weight_itself(recipe, dtype):
+    """As Mamba's dt_proj does. The decoded weight has the dtype that the weight had, also after the
+    layer was cast."""
+    gen = generator("weight itself", recipe, dtype)
+    x = randn(gen, 4, 64).to(dtype)
+    layer = nn.Linear(64, 32).to(dtype)
+    gnn.quantize(layer, recipe, calibration=[x], say=None)
+    assert_bits(layer.weight, layer.decoded(dtype))
+    assert torch.compile(lambda x: layer.weight @ x.mT, backend="aot_eager")(x).dtype is dtype
+    assert layer.double().weight.dtype is torch.float64
+    assert layer.to(dtype).weight.dtype is dtype
+
+
 def test_pickle():
     """Plain pickle, which passes models to other processes, and copies that share nothing."""
     for recipe in SCHEMES:

@@ -83,8 +83,8 @@ class QuantizedLinear(torch.nn.Module):
     Buffers hold 8-bit floats as uint8, because gloo, and with it DistributedDataParallel on the
     CPU, cannot send 8-bit floats. The state_dict has them in their own dtype.
 
-    ``weight`` decodes the weight whenever it is read, for those who look at it (merges of adapters,
-    tests).
+    ``weight`` decodes the weight whenever it is read, in the dtype that the module's weight had, for
+    those who look at it (merges of adapters, models that multiply by it themselves, tests).
     """
 
     in_features: int
@@ -134,7 +134,9 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.decoded(half_of(next(iter(self._buffers.values()))))  # type: ignore[arg-type]
+        like = getattr(self, "weight_like", None)
+        some = next(iter(self._buffers.values()))
+        return self.decoded(half_of(some) if like is None else like.dtype)  # type: ignore[arg-type]
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the layer multiplies by, rounded to dtype."""
