@@ -2,7 +2,7 @@
 """A browser without a window, where one is installed: what a page becomes once its script has run.
 
 Debian and Ubuntu: apt-get install chromium. Without a browser the tests are skipped with a reason; with
-GPUKERN_TEST_JUDGES=1, which .ci/run sets after it installed one, they fail.
+GPUKERN_TEST_BROWSER=1, which .ci/run sets where it found or installed one, they fail.
 """
 
 import functools
@@ -24,7 +24,7 @@ def found():
 
 def lacks(reason):
     """Skips the test for this reason, or fails it in .ci/run."""
-    (pytest.fail if os.environ.get("GPUKERN_TEST_JUDGES") == "1" else pytest.skip)(reason)
+    (pytest.fail if os.environ.get("GPUKERN_TEST_BROWSER") == "1" else pytest.skip)(reason)
 
 
 def dom(url, folder, width=1280, seconds=20):
