@@ -72,6 +72,19 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
     return tuple(randn(gen, *s, dtype=dtype, device=device) for s in shapes)
 
 
+def skip_unserved(dims, device):
+    if device == "cuda" and served(dims, device) != tuple(dims):
+        pytest.skip("CUDA serves multiples of 8 up to 256")
+
+
+def drawn(key, case, device, batch=2):
+    """(generator, (q, k, v), arguments) of a case with mods, heads, lengths, dims and dtype."""
+    gen = generator(key, case.id)
+    inputs = qkv(gen, batch, case.heads, case.lengths, case.dims, case.dtype, device)
+    rules = modifiers(case.mods, batch, case.heads[0], *case.lengths, gen, case.dtype, device)
+    return gen, inputs, rules
+
+
 def on_device(run, q, k, v, kwargs, gen):
     """Results of run on the inputs' GPU, in several orders of keys and head_dim, if they are
     finite: SDPA's GPU kernels give NaN for a row without keys. Nothing for inputs on the CPU, since
@@ -176,9 +189,7 @@ def tiles(device, dtype=torch.float32, head_dim=64):
     ),
 )
 def test_modifiers(case, device):
-    gen = generator("modifiers", case.id)
-    q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
-    kwargs = modifiers(case.mods, 3, case.heads[0], *case.lengths, gen, case.dtype, device)
+    gen, (q, k, v), kwargs = drawn("modifiers", case, device, batch=3)
     unchanged = snapshot(q, k, v, **kwargs)
     out, lse = check_forward(q, k, v, gen, **kwargs)
     unchanged()
@@ -197,15 +208,8 @@ def test_modifiers(case, device):
     ),
 )
 def test_lengths(case, device):
-    gen = generator("lengths", case.id)
-    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
-    check_forward(
-        q,
-        k,
-        v,
-        gen,
-        **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device),
-    )
+    gen, (q, k, v), kwargs = drawn("lengths", case, device)
+    check_forward(q, k, v, gen, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -220,17 +224,9 @@ def test_lengths(case, device):
     ),
 )
 def test_head_dims(case, device):
-    if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
-        pytest.skip("CUDA serves multiples of 8 up to 256")
-    gen = generator("dims", case.id)
-    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
-    check_forward(
-        q,
-        k,
-        v,
-        gen,
-        **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device),
-    )
+    skip_unserved(case.dims, device)
+    gen, (q, k, v), kwargs = drawn("dims", case, device)
+    check_forward(q, k, v, gen, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -639,9 +635,7 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     ),
 )
 def test_backward_modifiers(case, device):
-    gen = generator("backward", case.id)
-    q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
-    kwargs = modifiers(case.mods, 3, case.heads[0], *case.lengths, gen, case.dtype, device)
+    gen, (q, k, v), kwargs = drawn("backward", case, device, batch=3)
     grad = randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device)
     grad_lse = (
         randn(gen, *q.shape[:3], dtype=logit_dtype(case.dtype), device=device) if case.lse else None
@@ -700,17 +694,9 @@ def test_backward_of_few_queries(seq_q, one_thread):
     ),
 )
 def test_backward_lengths(case, device):
-    gen = generator("backward lengths", case.id)
-    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
-    kwargs = modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device)
-    check_backward(
-        q,
-        k,
-        v,
-        gen,
-        randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device),
-        **kwargs,
-    )
+    gen, (q, k, v), kwargs = drawn("backward lengths", case, device)
+    grad = randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device)
+    check_backward(q, k, v, gen, grad, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -725,19 +711,10 @@ def test_backward_lengths(case, device):
     ),
 )
 def test_backward_head_dims(case, device):
-    if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
-        pytest.skip("CUDA serves multiples of 8 up to 256")
-    gen = generator("backward dims", case.id)
-    q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
-    kwargs = modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device)
-    check_backward(
-        q,
-        k,
-        v,
-        gen,
-        randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device),
-        **kwargs,
-    )
+    skip_unserved(case.dims, device)
+    gen, (q, k, v), kwargs = drawn("backward dims", case, device)
+    grad = randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device)
+    check_backward(q, k, v, gen, grad, **kwargs)
 
 
 @pytest.mark.parametrize(
