@@ -24,7 +24,7 @@ from conftest import (
     snapshot,
     torch_gpukern,
 )
-from test_latent_attn import BATCHES, LATENT, ROPE, WIDE, with_tensors
+from test_latent_attn import BATCHES, LATENT, ROPE, WIDE, check_bad_page, with_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 BYTES = LATENT + 4 * 4 + 2 * ROPE
@@ -357,20 +357,8 @@ def test_bad_slots(device):
 
 
 def test_bad_pages(device):
-    latents = Latents(generator("latent fp8 pages"), ([300], [1]), 16, 64, torch.bfloat16, device)
-    latents.block_table[0, 2] = 1 << 30
-    if device == "cpu":
-        with pytest.raises(IndexError, match="block_table"):
-            call(latents)
-        return
-    out, lse = call(latents)
-    torch.cuda.synchronize()
-    with pytest.raises(IndexError, match="block_table"):
-        torch_gpukern.check_errors()
-    latents.keys[0] = torch.cat([latents.keys[0][:128], latents.keys[0][192:]])
-    latents.values[0] = latents.keys[0][..., :LATENT]
-    latents.lengths[0] = 236
-    check_paged(latents, out, lse, {})
+    gen = generator("latent fp8 pages")
+    check_bad_page(Latents(gen, ([300], [1]), 16, 64, torch.bfloat16, device), call)
 
 
 # ---- compilers -----------------------------------------------------------------------------------
