@@ -425,6 +425,62 @@ static void multiply(const plan *x, gk_ukr_fn ukr, int64_t cells, const uint32_t
             ldc, accumulate || k > 0);
 }
 
+/* One block of C at one block of k. */
+typedef struct step {
+    const job *jb;
+    gk_gemm_epilogue e; /* of the block's first element */
+    const char *a, *b;  /* the operands at the block's first row and column and at its first k */
+    const uint32_t *a_pack, *b_pack;
+    int64_t cells;       /* of k */
+    int64_t in_place;    /* the columns of b before this one are read in place */
+    float *tile, *block; /* sums of one strip and one panel; of the block, between blocks of k */
+    bool first, last;    /* block of k */
+} step;
+
+/* Multiplies rows [r0, r0 + rn) of a by columns [c0, c0 + cn) of b. Stores or keeps the sums. */
+static void strip_by_panel(const step *s, int64_t r0, int64_t rn, int64_t c0, int64_t cn) {
+    const gk_gemm_isa *isa = s->jb->isa;
+    const plan *x = &s->jb->x;
+    const gk_gemm_problem *p = &x->p;
+    const int64_t nr = 2 * isa->w, es = (int64_t)gk_dtype_bytes(s->jb->args->a.dtype);
+    const gk_ukr_fn *ukrs =
+        (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
+    const gk_ukr_fn ukr = ukrs[rn - 1];
+    const uint32_t *ap = s->a_pack + r0 * (x->a_rows ? x->a_ld : s->cells);
+    const uint32_t *bp = s->b_pack + c0 * s->cells;
+    int64_t step_a = x->a_rows ? x->a_ld : rn, ldb = nr;
+    if (x->a_in_place) {
+        ap = gk_at(s->a, es * r0 * p->a_m);
+        step_a = x->a_rows ? p->a_m : p->a_k;
+    }
+    if (c0 < s->in_place) {
+        bp = gk_at(s->b, es * c0);
+        ldb = p->b_k;
+    }
+    if (x->direct && cn % isa->w == 0) {
+        float *to = (float *)s->e.out + r0 * s->e.out_row + c0;
+        multiply(x, ukr, s->cells, ap, step_a, bp, ldb, to, s->e.out_row, !s->first);
+        return;
+    }
+    gk_gemm_epilogue at = gk_epilogue_at(&s->e, r0, c0);
+    if (x->block) {
+        float *to = s->block + r0 * x->nb + c0;
+        multiply(x, ukr, s->cells, ap, step_a, bp, ldb, to, x->nb, !s->first);
+        if (s->last) isa->store(&at, to, x->nb, rn, cn);
+        return;
+    }
+    /* all of K is one block, or this is an edge of a direct product, which adds to out */
+    if (x->direct && !s->first) {
+        at.c = at.out;
+        at.c_dtype = GK_F32;
+        at.c_row = at.out_row;
+        at.c_col = 1;
+        at.beta = 1;
+    }
+    multiply(x, ukr, s->cells, ap, step_a, bp, ldb, s->tile, nr, false);
+    isa->store(&at, s->tile, nr, rn, cn);
+}
+
 static void task(void *arg, int64_t t, int64_t worker) {
     const job *jb = arg;
     const gk_gemm_isa *isa = jb->isa;
@@ -435,7 +491,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     char *ws = jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
     int64_t *a_packed = blocks_of_a(jb, worker);
     uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)a_packed;
-    float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
+    float *tile = (float *)(ws + x->b_bytes);
 
     const int64_t blocks = x->m_blocks * x->n_blocks,
                   /* index of the rows of a: with a_once, tasks with the same rows are
@@ -455,15 +511,15 @@ static void task(void *arg, int64_t t, int64_t worker) {
     if (cols <= 0) return; /* the last span may have fewer blocks */
     const int64_t strips = gk_ceil_div(rows, isa->mr), panels = gk_ceil_div(cols, nr);
     const char *a, *b;
-    gk_gemm_epilogue whole, e;
+    gk_gemm_epilogue whole;
     gk_gemm_at(p, dtype, bi, &a, &b, &whole);
-    e = gk_epilogue_at(&whole, i0, j0);
     a = gk_at(a, es * i0 * p->a_m);
     b = gk_at(b, es * j0 * p->b_n);
+    step s = {
+        .jb = jb, .e = gk_epilogue_at(&whole, i0, j0), .tile = tile, .block = tile + isa->mr * nr};
 
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = packed_cells(isa, kn);
-        const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
         if (x->a_once) a_pack = (uint32_t *)((char *)a_packed + 64 + (size_t)kbi * x->a_bytes);
         if (!x->a_in_place && (!x->a_once || *a_packed == kbi)) {
             pack_a(jb, a_pack, gk_at(a, es * k0 * p->a_k), rows, kn);
@@ -481,50 +537,21 @@ static void task(void *arg, int64_t t, int64_t worker) {
             !x->shared && !has_tiles(isa) ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
         fetch next = fetch_make(p, gk_at(b, es * (k0 + kn) * p->b_k), es, cols, kn_next);
         const int64_t share = gk_ceil_div(next.rows * next.lines, panels * strips);
-        for (int64_t jr = 0; jr < panels; ++jr) {
-            const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);
-            const gk_ukr_fn *ukr =
-                (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
-            for (int64_t s = 0; s < strips; ++s) {
-                int64_t r0 = strip_of(isa, rows, strips, s),
-                        rn = strip_of(isa, rows, strips, s + 1) - r0;
-                const uint32_t *ap = a_pack + r0 * (x->a_rows ? x->a_ld : cells),
-                               *bp = b_pack + c0 * cells;
-                int64_t ldb = nr;
-                if (c0 < there) {
-                    bp = gk_at(b, es * (k0 * p->b_k + c0));
-                    ldb = p->b_k;
-                }
-                int64_t step = x->a_rows ? x->a_ld : rn;
-                if (x->a_in_place) {
-                    ap = gk_at(a, es * (k0 * p->a_k + r0 * p->a_m));
-                    step = x->a_rows ? p->a_m : p->a_k;
-                }
+        s.a = gk_at(a, es * k0 * p->a_k);
+        s.b = gk_at(b, es * k0 * p->b_k);
+        s.a_pack = a_pack;
+        s.b_pack = b_pack;
+        s.cells = cells;
+        s.in_place = there;
+        s.first = kbi == 0;
+        s.last = kbi == x->k_blocks - 1;
+        for (int64_t c0 = 0; c0 < cols; c0 += nr)
+            for (int64_t i = 0; i < strips; ++i) {
+                const int64_t r0 = strip_of(isa, rows, strips, i);
                 fetch_lines(&next, share);
-                if (x->direct && cn % isa->w == 0) {
-                    multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb,
-                             (float *)e.out + r0 * e.out_row + c0, e.out_row, !first);
-                } else if (x->block) {
-                    float *dst = block + r0 * x->nb + c0;
-                    multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb, dst, x->nb, !first);
-                    if (last) {
-                        gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
-                        isa->store(&at, dst, x->nb, rn, cn);
-                    }
-                } else { /* an edge of a direct product, or all of K in one block */
-                    gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
-                    if (x->direct && !first) {
-                        at.c = at.out;
-                        at.c_dtype = GK_F32;
-                        at.c_row = at.out_row;
-                        at.c_col = 1;
-                        at.beta = 1;
-                    }
-                    multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb, tile, nr, false);
-                    isa->store(&at, tile, nr, rn, cn);
-                }
+                strip_by_panel(&s, r0, strip_of(isa, rows, strips, i + 1) - r0, c0,
+                               gk_min_i64(nr, cols - c0));
             }
-        }
     }
     if (isa->end_task) isa->end_task();
 }
