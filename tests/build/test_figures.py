@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of measured figures in docs/quantise.md and docs/distributed.md, and pictures, agree with
+"""Measured figures in docs/quantise.md, docs/distributed.md and docs/kernels, and pictures, agree with
 the stored results, as README's and results.md's do (test_readme.py, test_results.py).
 """
 
@@ -80,6 +80,49 @@ def test_experts_of_mixtral():
             if row["group"] == "forward" and row["label"].startswith("Mixtral")
         ]
         sentence("docs/quantise.md", form.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}"))
+
+
+# ---- pages of kernels ----------------------------------------------------------------------------
+
+
+def span(ratios):
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def test_attention_on_hopper():
+    """Relative to cuDNN, forward."""
+    rows = [r for r in bench_of(H100, "flash_attn")["rows"] if r["group"].startswith("forward")]
+    long, short = (
+        span([r["peers"]["SDPA cuDNN"]["us"] / r["us"] for r in rows if r["label"].endswith(end)])
+        for end in (" S8192", " S512")
+    )
+    words = f"it has {long} times cuDNN's speed at 8192 tokens and {short} times at 512."
+    sentence("docs/kernels/flash_attn_hopper.md", words)
+
+
+def test_8_bit_attention_on_hopper():
+    page = "docs/kernels/flash_attn_hopper.md"
+    bench = bench_of(H200, "flash_attn_fp8")["rows"]
+    (rows,) = tables(page, "", "full 1.5k")
+    cases = [r for mask in ("full", "causal") for r in bench if r["group"] == f"{mask} d128, fast"]
+    for (_, *shown), figure in zip(rows, (lambda r: r["rate"] / 1e3, results.ratio_of)):
+        for cell, case in zip(shown, cases, strict=True):
+            close(cell, figure(case))
+    (wide,) = [r for r in bench if (r["group"], r["label"]) == ("full d256, fast", "7680")]
+    words = f"256 reaches {wide['rate'] / 1e3:.0f} TFLOP/s, {wide['ratio']:.2f} of FlashAttention-3"
+    sentence(page, words)
+
+
+def test_groups_on_hopper():
+    page = "docs/kernels/gemm_quantised.md"
+    rows = bench_of(H100, "grouped_gemm")["rows"]
+    sixteen = [1 / r["ratio"] for r in rows if not r["group"].startswith("e4m3")]
+    sentence(page, f"| 16 bits | {span(sixteen)} of the better of")
+    coded = [(r["us"], r["peers"]) for r in rows if r["group"] == "e4m3 row"]
+    fast = span([us / peers["torch._scaled_grouped_mm, fast"]["us"] for us, peers in coded])
+    precise = span([peers["torch._scaled_grouped_mm"]["us"] / us for us, peers in coded])
+    sentence(page, f"| e4m3, precise sums | {fast} of")
+    sentence(page, f"its precise mode takes {precise} times as long as ours |")
 
 
 # ---- two GPUs ------------------------------------------------------------------------------------
