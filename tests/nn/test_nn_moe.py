@@ -103,6 +103,22 @@ def test_a_marked_token_may_hold_nan(mark, index, dtype, device):
         assert torch.equal(got, ref), name
 
 
+def test_arguments_are_refused_by_their_own_names():
+    """grouped_gemm, which multiplies, would speak of a, b and offs. A float expert number was taken."""
+    x, up, down = torch.ones(3, 8), torch.ones(4, 8, 12), torch.ones(4, 6, 8)
+    expert_of, weight_of = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    for changed, says in (
+        ({"expert_of": expert_of.float()}, "expert_of must be int32 or int64, got torch.float32"),
+        ({"expert_of": expert_of.bool()}, "expert_of must be int32 or int64, got torch.bool"),
+        ({"up": up[:3]}, r"up must be \[E, H, I\] and down \[E, I', H\] of one E"),
+        ({"up": up[0]}, r"up must be \[E, H, I\] and down \[E, I', H\] of one E"),
+        ({"up": up[:, :4]}, r"up must be \[E, H, I\] with x's H 8, got \[4, 4, 12\]"),
+    ):
+        given = {"expert_of": expert_of, "weight_of": weight_of, "up": up, "down": down} | changed
+        with pytest.raises(ValueError, match=f"grouped_experts: {says}"):
+            gnn.grouped_experts(x, **given)
+
+
 def test_compile_without_a_break():
     moe = gnn.MoE(24, 16, 5, 2)
     compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")

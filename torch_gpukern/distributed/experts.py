@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..nn.moe import MoE, check_tokens, grouped_experts, marked, weighted_sum
+from ..nn.moe import MoE, check_experts, check_tokens, grouped_experts, marked, weighted_sum
 from ..ops import grouped_gemm, swiglu
 from ..ops.linear_cross_entropy_chunks import accumulator
 from .ranks import Group, Ranks, agree, facts, of_name, process_group
@@ -82,26 +82,7 @@ def _describe(
     x: Tensor, expert_of: Tensor, weight_of: Tensor, matrices: dict[str, Tensor | None]
 ) -> dict[str, object]:
     check_tokens("expert_parallel", x, expert_of, weight_of)
-    if expert_of.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"expert_parallel: expert_of must be int32 or int64, got {expert_of.dtype}"
-        )
-    up, down = matrices["up"], matrices["down"]
-    if (
-        up is None
-        or down is None
-        or up.dim() != 3
-        or down.dim() != 3
-        or up.shape[0] != down.shape[0]
-    ):
-        shapes = " and ".join("None" if m is None else str(list(m.shape)) for m in (up, down))
-        raise ValueError(
-            f"expert_parallel: up must be [E, H, I] and down [E, I', H] of one E, got {shapes}"
-        )
-    if up.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"expert_parallel: up must be [E, H, I] with x's H {x.shape[1]}, got {list(up.shape)}"
-        )
+    check_experts("expert_parallel", x, expert_of, matrices["up"], matrices["down"])
     return {"dtype of x": str(x.dtype), **facts(**matrices)}
 
 

@@ -57,6 +57,8 @@ def grouped_experts(
     Gale et al., "MegaBlocks" (2022), arXiv:2211.15841.
     """
     check_tokens("grouped_experts", x, expert_of, weight_of)
+    if not torch.compiler.is_compiling():
+        check_experts("grouped_experts", x, expert_of, up, down)
     tokens, each = expert_of.shape
     expert_of, chosen = marked(expert_of, up.shape[0])
     experts, order = torch.sort(expert_of.reshape(-1), stable=True)
@@ -91,6 +93,26 @@ def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> No
         raise ValueError(
             f"{op}: x must be [T, H], expert_of and weight_of [T, J], "
             f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
+        )
+
+
+def check_experts(
+    op: str, x: Tensor, expert_of: Tensor, up: Tensor | None, down: Tensor | None
+) -> None:
+    if expert_of.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: expert_of must be int32 or int64, got {expert_of.dtype}")
+    if (
+        up is None
+        or down is None
+        or up.dim() != 3
+        or down.dim() != 3
+        or up.shape[0] != down.shape[0]
+    ):
+        shapes = " and ".join("None" if m is None else str(list(m.shape)) for m in (up, down))
+        raise ValueError(f"{op}: up must be [E, H, I] and down [E, I', H] of one E, got {shapes}")
+    if up.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"{op}: up must be [E, H, I] with x's H {x.shape[1]}, got {list(up.shape)}"
         )
 
 
