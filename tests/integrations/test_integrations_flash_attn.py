@@ -400,6 +400,26 @@ def test_tokens_before_the_cache_are_refused(how, says):
     assert cache.count_nonzero() == 0
 
 
+def test_a_row_that_the_cache_has_not_gives_nan(device, monkeypatch):
+    """Several queries without causal, as CUDA takes them: torch's own indexing would end the
+    process there, or take the last row for -1."""
+    from torch_gpukern.integrations import flash_attn as module
+
+    monkeypatch.setattr(module, "_short", lambda *_: False)
+    gen = generator("rows of a cache")
+    q, cache = (randn(gen, *shape, device=device) for shape in ((4, 3, 2, 16), (3, 8, 2, 16)))
+    lengths = torch.tensor([8, 5, 8, 6], dtype=torch.int32, device=device)
+
+    def call(rows):
+        rows = torch.tensor(rows, dtype=torch.int32, device=device)
+        how = {"cache_seqlens": lengths, "cache_batch_idx": rows, "return_softmax_lse": True}
+        return flash_attn_with_kvcache(q, cache, cache, **how)
+
+    for got, right in zip(call([2, -1, 0, 3]), call([2, 1, 0, 1]), strict=True):
+        assert torch.equal(got[::2], right[::2])
+        assert got[1::2].isnan().all() and not right.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("how", "says"),
     (

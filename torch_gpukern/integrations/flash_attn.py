@@ -11,6 +11,7 @@ and float64, every head_dim that gpukern serves, v with a head_dim of its own. O
 a query that sees no key is -inf, not inf; deterministic backwards by argument are refused by name.
 """
 
+import math
 import re
 
 import torch
@@ -262,7 +263,9 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError: one of rotary_cos and rotary_sin, or both without k; k without cache_seqlens;
             and what the ops refuse.
-        IndexError: a position outside rotary_cos, on the CPU before anything is written.
+        IndexError: a position outside rotary_cos, on the CPU before anything is written; a row of
+            cache_batch_idx that the cache does not have, on the CPU. On CUDA with several queries
+            and neither causal nor window_size[1] 0 such a sequence's result is NaN.
     """
     name = "flash_attn_with_kvcache"
     if (rotary_cos is None) != (rotary_sin is None):
@@ -340,8 +343,13 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
     short = _short(q, seq_q, rules)
-    if block_table is None and seq_q > 1 and not short and k_cache.element_size() > 1:
-        rows = slice(batch) if cache_batch_idx is None else cache_batch_idx.long()
+    dense = block_table is None and seq_q > 1 and not short and len(k_cache) > 0
+    if dense and k_cache.element_size() > 1:
+        rows, there = slice(batch), None
+        if cache_batch_idx is not None:
+            rows, most = cache_batch_idx.long(), k_cache.shape[0] - 1
+            there = (rows >= 0) & (rows <= most)
+            rows = rows.clamp(0, most)
         keys, values = (x[rows].transpose(1, 2) for x in (k_cache, v_cache))
         places = {"q_start": lengths - seq_q, "kv_start": first, "kv_end": lengths}
         if (
@@ -355,6 +363,10 @@ def flash_attn_with_kvcache(
                 q.transpose(1, 2), keys, values, **rules, **places, return_lse=True
             )
         out = out.transpose(1, 2)
+        if there is not None:  # the host does not read a CUDA tensor, so nothing can be raised
+            out, lse = (
+                x.masked_fill(~there.view(-1, *[1] * (x.dim() - 1)), math.nan) for x in (out, lse)
+            )
     else:
         more = {"kv_start": first, "allow_short": short, "return_lse": True, **scales}
         try:
