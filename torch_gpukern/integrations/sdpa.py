@@ -40,7 +40,7 @@ from torch import Tensor
 
 from .._library import are_deterministic, ops
 from ..ops.dropout import drawn
-from ..ops.flash_attn import _flash_attn, _flash_attn_bwd, _flash_attn_masked
+from ..ops.flash_attn import _flash_attn, _flash_attn_masked
 from ..ops.op import unwrapped
 
 __all__ = ["register"]
@@ -130,11 +130,9 @@ def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
 
 # Called without `guard` (ops/define.py), which refuses attention inside context_parallel. Here
 # PyTorch is the caller: context_parallel passes parts of a sequence and merges the results itself.
-_forward_op, _backward_op = _flash_attn.all.unguarded, _flash_attn_bwd.unguarded
-_masked_op, _masked_backward_op = (
-    _flash_attn_masked.all.unguarded,
-    unwrapped(ops.flash_attn_masked_bwd.default),
-)
+_forward_op, _masked_op = _flash_attn.all.unguarded, _flash_attn_masked.all.unguarded
+_backward_op = unwrapped(ops.flash_attn_bwd.default)
+_masked_backward_op = unwrapped(ops.flash_attn_masked_bwd.default)
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 

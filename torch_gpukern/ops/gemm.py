@@ -373,8 +373,10 @@ _of_any = _gemm.differentiate
 
 
 def _differentiate(*args):
-    if len(args) == 2 and args[0].dim() == 2 and args[1].dim() == 2:
-        return _of_two(*args)
+    if len(args) == 2:
+        a, b = args
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == 2 and b.dim() == 2:
+            return _of_two(a, b)
     return _of_any(*args)
 
 
