@@ -7,27 +7,6 @@
 #include "gpukern.h"
 #include "rules.h"
 
-// GK_OP (run.h) for an op whose call in csrc takes the member `fwd` or `bwd` of C. The rest of C
-// follows that member in memory, and the member's `size` says so (gpukern.h).
-#define GK_OP_OF_MEMBER(member, stem, arguments, text, many)                                      \
-    using C = arguments;                                                                          \
-    using Results = std::array<gk::Tensor, many>;                                                 \
-    static constexpr const char *name = text;                                                     \
-    static constexpr int num_results = many;                                                      \
-    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {                        \
-        return gk_check_##stem(ctx, &x->member, io);                                              \
-    }                                                                                             \
-    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {                       \
-        return gk_plan_##stem(ctx, &x->member, to);                                               \
-    }                                                                                             \
-    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace, \
-                         size_t bytes) {                                                          \
-        return gk_run_##stem(ctx, &x->member, plan, workspace, bytes);                            \
-    }                                                                                             \
-    static gk_status describe(const gk_context *ctx, const C *x, gk_explanation *out) {           \
-        return gk_describe_##stem(ctx, &x->member, out);                                          \
-    }
-
 namespace gk {
 
 // ---- arguments ----------------------------------------------------------------------------------

@@ -198,29 +198,10 @@ struct Rope {
 };
 
 // ---- cross entropy ------------------------------------------------------------------------------
-// GK_OP_MORE is GK_OP for an op whose argument struct is the first member of a longer struct `more`
-// (gpukern_train.h).
+// An argument struct of csrc that begins with another one (gpukern_train.h).
 template <class A> struct Behind : A {
     size_t size; // run.h sets `size` of every argument struct; csrc reads that of the member
 };
-#define GK_OP_MORE(stem, arguments, more, member, text, many)                                \
-    using C = Behind<more>;                                                                  \
-    using Results = std::array<gk::Tensor, many>;                                            \
-    static constexpr const char *name = text;                                                \
-    static constexpr int num_results = many;                                                 \
-    static gk_status check(const gk_context *c, const C *x, gk_io *io) {                     \
-        return gk_check_##stem(c, &x->member, io);                                           \
-    }                                                                                        \
-    static gk_status plan(const gk_context *c, const C *x, gk_plan *to) {                    \
-        return gk_plan_##stem(c, &x->member, to);                                            \
-    }                                                                                        \
-    static gk_status run(const gk_context *c, const C *x, const gk_plan *plan, void *memory, \
-                         size_t bytes) {                                                     \
-        return gk_run_##stem(c, &x->member, plan, memory, bytes);                            \
-    }                                                                                        \
-    static gk_status describe(const gk_context *c, const C *x, gk_explanation *to) {         \
-        return gk_describe_##stem(c, &x->member, to);                                        \
-    }
 
 template <class O> void fill_loss(const O &op, gk_cross_entropy_args &to, size_t size) {
     to.size = size;
@@ -240,8 +221,7 @@ struct CrossEntropy {
     int64_t ignore_index;
     double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd,
-               "cross_entropy", 2)
+    GK_OP_OF_MEMBER(fwd, cross_entropy_fwd, Behind<gk_cross_entropy_more_args>, "cross_entropy", 2)
     GK_TENSORS(logits, target, weight)
 
     void fill(C &to) {
@@ -264,8 +244,8 @@ struct CrossEntropyGrad {
     int64_t ignore_index;
     double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd,
-               "cross_entropy_grad", 0)
+    GK_OP_OF_MEMBER(fwd, cross_entropy_fwd, Behind<gk_cross_entropy_more_args>,
+                    "cross_entropy_grad", 0)
     GK_TENSORS(logits, target, loss, lse, dlogits, weight)
 
     void fill(C &to) {
@@ -299,8 +279,8 @@ struct CrossEntropyBwd {
     double label_smoothing, softcap, logit_scale, z_loss;
     int64_t first_class, num_classes;
 
-    GK_OP_MORE(cross_entropy_bwd, gk_cross_entropy_bwd_args, gk_cross_entropy_bwd_more_args, bwd,
-               "cross_entropy_bwd", 1)
+    GK_OP_OF_MEMBER(bwd, cross_entropy_bwd, Behind<gk_cross_entropy_bwd_more_args>,
+                    "cross_entropy_bwd", 1)
     GK_TENSORS(grad_loss, logits, target, lse, weight)
 
     void fill(C &to) {

@@ -42,6 +42,27 @@ template <class F, class... T> void visit(F &f, T &...tensors) { (f(tensors), ..
     static constexpr auto run = gk_run_##stem;                 \
     static constexpr auto describe = gk_describe_##stem;
 
+// GK_OP for an op whose call in csrc takes the member `member` of C, its first. The rest of C
+// follows that member in memory, and the member's `size` says so (gpukern.h).
+#define GK_OP_OF_MEMBER(member, stem, arguments, text, many)                                      \
+    using C = arguments;                                                                          \
+    using Results = std::array<gk::Tensor, many>;                                                 \
+    static constexpr const char *name = text;                                                     \
+    static constexpr int num_results = many;                                                      \
+    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {                        \
+        return gk_check_##stem(ctx, &x->member, io);                                              \
+    }                                                                                             \
+    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {                       \
+        return gk_plan_##stem(ctx, &x->member, to);                                               \
+    }                                                                                             \
+    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace, \
+                         size_t bytes) {                                                          \
+        return gk_run_##stem(ctx, &x->member, plan, workspace, bytes);                            \
+    }                                                                                             \
+    static gk_status describe(const gk_context *ctx, const C *x, gk_explanation *out) {           \
+        return gk_describe_##stem(ctx, &x->member, out);                                          \
+    }
+
 // The tensor whose order of dimensions result i follows: op.stored_like(i) if the op declares it.
 template <class O, class = void> struct Order {
     static const Tensor *of(const O &, int) { return nullptr; }
