@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Figures of learn/claims.md that no other benchmark measures: the size of L2, and the cost of
-paging.
+"""Figures of learn/claims.md that no other benchmark measures: the size of L2, the cost of paging,
+and what a split of the keys gains in decoding.
 
 python learn/benchmarks/bench_claims.py --device cuda [--quick]
 
 The cost of paging compares keys and values in pages of 16 in random order with the same bytes in
 pages of 256 in order, as a dense cache has them. The kernel, the splits and the bytes read are the
 same.
+
+The gain of a split is FlashAttention-3's, if it imports, because it can be told not to split. One
+sequence of few heads leaves most of the GPU idle if its keys are not split.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -77,6 +81,46 @@ def paging(batch: int, context: int, device: torch.device) -> Case:
     )
 
 
+def splitting(context: int, device: torch.device) -> Case:
+    """One sequence, one token: FlashAttention-3 with as many parts as it likes, and with one."""
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def make():
+        q = torch.randn(1, HEADS_Q, HEAD_DIM, device=device).bfloat16()
+        k, v = (
+            torch.randn(context // LARGE, LARGE, HEADS_KV, HEAD_DIM, device=device).bfloat16()
+            for _ in range(2)
+        )
+        table = torch.arange(context // LARGE, device=device, dtype=torch.int32)[None]
+        return q, k, v, table, torch.tensor([context], device=device, dtype=torch.int32)
+
+    def by(parts: int):
+        def run(q, k, v, table, lens):
+            return flash_attn_with_kvcache(
+                q[:, None], k, v, cache_seqlens=lens, page_table=table, causal=True,
+                num_splits=parts,
+            )[:, 0]  # fmt: skip
+
+        return run
+
+    def float64(q, k, v, table, lens):
+        return exact(q, None, None, None, k, v, table, lens)
+
+    return Case(
+        group="split keys",
+        label=f"B1 context {context}",
+        dtype="bf16",
+        make=make,
+        ours=torch_gpukern.paged_attn,
+        peers={"FlashAttention-3": by(0), "FlashAttention-3, not split": by(1)},
+        reference=float64,
+        flops=0.0,
+        bytes=4.0 * context * HEADS_KV * HEAD_DIM,
+        rotate=True,
+        unit="GB/s",
+    )
+
+
 def main() -> None:
     args = arguments("what learn/claims.md stands on")
     if args.device != "cuda":
@@ -89,6 +133,9 @@ def main() -> None:
     )
     for batch, context in ((1, 16384), (16, 4096), (64, 8192)):
         run.add(paging(batch, context, run.device.device))
+    if find_spec("flash_attn_interface"):
+        for context in (4096, 16384, 131072):
+            run.add(splitting(context, run.device.device))
     run.finish({})
 
 

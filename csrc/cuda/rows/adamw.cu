@@ -111,10 +111,10 @@ __device__ __forceinline__ void update(const Scalars &s, const Entry &e,
         y[i] -= x.rate * first / (root(second) * x.inverse_root + x.eps);
         if (e.master) master.v[i] = from_acc<S>(y[i]);
     }
-    *(States *)((S *)e.m + at) = m;
-    *(States *)((S *)e.v + at) = v;
-    if (e.most) *(States *)((S *)e.most + at) = most;
-    if (e.master) *(States *)((S *)e.master + at) = master;
+    store_some((S *)e.m + at, m);
+    store_some((S *)e.v + at, v);
+    if (e.most) store_some((S *)e.most + at, most);
+    if (e.master) store_some((S *)e.master + at, master);
     if constexpr (sizeof(T) == 2 && sizeof(S) == 4) {
         if (s.seed) { /* T is bfloat16 here: the check refuses a seed with float16 */
             const PhiloxSeed seed(s.seed, s.seed_stride);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void update(const Scalars &s, const Entry &e,
     }
 #pragma unroll
     for (int i = 0; i < V; ++i) w.v[i] = from_acc<T>(y[i]);
-    *(Values *)((T *)e.w + at) = w;
+    store_some((T *)e.w + at, w);
 }
 
 template <class T, class S, int MOST>

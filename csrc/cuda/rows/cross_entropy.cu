@@ -27,8 +27,10 @@
 
 namespace {
 
-/* 512 threads x 4 vectors x 16 bytes: a block has 32 KB of loads in flight. */
-constexpr int THREADS = 512, UNROLL = 4;
+/* 256 threads x 4 vectors x 16 bytes: a block has 16 KB of loads in flight. Four blocks or more of
+ * an SM hide each other's reductions and the wait for a row's target. */
+constexpr int THREADS = 256, UNROLL = 4;
+constexpr float LOG2_E = 1.44269504f;
 
 struct Params {
     RowTensor logits, target, dlogits, grad_loss;
@@ -91,7 +93,7 @@ template <class T, int V>
 __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &peak, float &sum) {
     typedef RowSome<T, V> Vec;
     const int64_t end = p.n / V;
-    const float scale = (float)p.scale, log2_e = 1.44269504f;
+    const float scale = (float)p.scale;
     for (int64_t first = threadIdx.x; first < end; first += UNROLL * THREADS) {
         Vec v[UNROLL];
 #pragma unroll
@@ -104,21 +106,21 @@ __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &p
 #pragma unroll
                 for (int k = 0; k < V; ++k) top = fmaxf(top, __fmul_rn(scale, to_acc(v[u].v[k])));
         const float base = top == -INFINITY ? 0 : top;
-        sum *= ex2_approx_ftz((peak - base) * log2_e);
+        sum *= ex2_approx_ftz((peak - base) * LOG2_E);
         peak = top;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
             if (first + u * THREADS < end)
 #pragma unroll
                 for (int k = 0; k < V; ++k)
-                    sum += ex2_approx_ftz((__fmul_rn(scale, to_acc(v[u].v[k])) - base) * log2_e);
+                    sum += ex2_approx_ftz((__fmul_rn(scale, to_acc(v[u].v[k])) - base) * LOG2_E);
     }
 }
 
 /* Loss and lse of the rows blockIdx.x, blockIdx.x + gridDim.x, .. PLAIN: float32 accumulation,
  * without soft cap and label smoothing. */
 template <class T, int V, bool PLAIN>
-__global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
+__global__ void __launch_bounds__(THREADS, PLAIN ? 4 : 2) cross_entropy_fwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
     __shared__ W place[64];
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p)
     }
 }
 
-/* V logits or gradients, loaded and stored 16 bytes at a time. */
+/* V logits, loaded 16 bytes at a time. */
 template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Run {
     T v[V];
 };
@@ -179,11 +181,47 @@ template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16
 /* Runs that a thread loads before it computes; its registers limit them. */
 template <class T, int V> constexpr int AHEAD = V * sizeof(T) > 16 || sizeof(T) == 8 ? 2 : 4;
 
+/* A row's gradients of a run. The general form has soft cap, smoothing and results of 32 and 64
+ * bits. */
+template <class T, class D, int V, class W>
+__device__ __forceinline__ void gradients(const Params &p, const Logit<W> &logit,
+                                          const Run<T, V> &x, W lse, W of_p, W own, W e, W g,
+                                          int64_t first, int64_t target, RowSome<D, V> &d) {
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        const W z = logit.z(to_acc(x.v[k]));
+        W y = e_to(z - lse) * of_p;
+        if (first + k == target) y -= own;
+        if (p.smoothing != 0) y -= e * weight_of<W>(p, first + k);
+        d.v[k] = from_acc<D>(g * y * logit.slope(z));
+    }
+}
+
+/* Results of 16 bits without soft cap and smoothing. target: its place in this run. */
+template <class T, class D, int V>
+__device__ __forceinline__ void plain_gradients(const Run<T, V> &x, float scale, float lse,
+                                                float of_p, float own, int64_t target,
+                                                RowSome<D, V> &d) {
+    const auto weight = [&](int k) {
+        const float z = __fmul_rn(scale, to_acc(x.v[k]));
+        return ex2_approx_ftz((z - lse) * LOG2_E) * of_p;
+    };
+#pragma unroll
+    for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(weight(k));
+    if (target >= 0 && target < V)
+#pragma unroll
+        for (int k = 0; k < V; ++k)
+            if (k == (int)target) d.v[k] = from_acc<D>(weight(k) - own);
+}
+
 /* grid: x strides over the rows, y cuts the columns into parts of THREADS x AHEAD runs. T is the
  * logits' type, D the gradient's. A thread loads all its logits before it stores, because dlogits
- * may be the logits' own memory. */
-template <class T, class D, int V>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)
+ * may be the logits' own memory. PLAIN: results of 16 bits, without soft cap and label
+ * smoothing. */
+template <class T, class D, int V, bool PLAIN>
+__global__ void __launch_bounds__(THREADS, PLAIN            ? 5
+                                           : sizeof(T) == 8 ? 1
+                                                            : 3)
     cross_entropy_bwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
@@ -196,13 +234,13 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)
         int64_t target;
         bool bad;
         const bool counts = read_target(p, row, target, bad);
-        Run<D, V> *dx = (Run<D, V> *)row_at<D>(p.dlogits, row);
+        D *dx = row_at<D>(p.dlogits, row);
         const Run<T, V> *x = (const Run<T, V> *)row_at<T>(p.logits, row);
         const W g = !counts ? W(0) : p.grad_loss.data ? *row_at<W>(p.grad_loss, row) : W(1);
         const W lse = ((const W *)p.lse)[row];
         const W own =
             bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
-        const W of_p = own + e * weights + 2 * W(p.z_loss) * lse;
+        const W of_p = own + e * weights + 2 * W(p.z_loss) * lse, by = g * logit.scale;
         Run<T, V> in[MANY];
 #pragma unroll
         for (int u = 0; u < MANY; ++u)
@@ -211,20 +249,17 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)
         for (int u = 0; u < MANY; ++u) {
             const int64_t i = first + u * THREADS;
             if (i >= end) continue;
-            Run<D, V> d;
+            RowSome<D, V> d;
 #pragma unroll
             for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(0);
-            if (counts) {
-#pragma unroll
-                for (int k = 0; k < V; ++k) {
-                    const W z = logit.z(to_acc(in[u].v[k]));
-                    W y = e_to(z - lse) * of_p;
-                    if (p.first + i * V + k == target) y -= own;
-                    if (p.smoothing != 0) y -= e * weight_of<W>(p, p.first + i * V + k);
-                    d.v[k] = from_acc<D>(g * y * logit.slope(z));
-                }
+            const int64_t at = p.first + i * V;
+            if constexpr (PLAIN) {
+                if (counts)
+                    plain_gradients(in[u], logit.scale, lse, by * of_p, by * own, target - at, d);
+            } else if (counts) {
+                gradients<T, D, V>(p, logit, in[u], lse, of_p, own, e, g, at, target, d);
             }
-            dx[i] = d;
+            store_some(dx + i * V, d);
         }
     }
 }
@@ -250,18 +285,22 @@ Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a, const gk
     return p;
 }
 
-template <class T, class D, int V>
+template <class T, class D, int V, bool PLAIN>
 gk_status bwd_launch(const gk_context *ctx, Params p, const gk_tensor &dlogits, const char *op) {
     p.dlogits = row_tensor(dlogits);
     const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>));
-    return launch<cross_entropy_bwd_kernel<T, D, V>>(op, ctx, grid, THREADS, 0, p);
+    return launch<cross_entropy_bwd_kernel<T, D, V, PLAIN>>(op, ctx, grid, THREADS, 0, p);
 }
 
 template <class T, class D>
 gk_status bwd_vectors(const gk_context *ctx, const Params &p, const gk_tensor &logits,
                       const gk_tensor &dlogits, const char *op) {
-    return rows_whole(dlogits, &logits) ? bwd_launch<T, D, row_vec<D>>(ctx, p, dlogits, op)
-                                        : bwd_launch<T, D, 1>(ctx, p, dlogits, op);
+    constexpr int V = row_vec<D>;
+    if (!rows_whole(dlogits, &logits)) return bwd_launch<T, D, 1, false>(ctx, p, dlogits, op);
+    if constexpr (sizeof(D) == 2)
+        if (p.smoothing == 0 && p.softcap == 0)
+            return bwd_launch<T, D, V, true>(ctx, p, dlogits, op);
+    return bwd_launch<T, D, V, false>(ctx, p, dlogits, op);
 }
 
 template <class T>

@@ -8,7 +8,7 @@
  * bytes, and in float64, a thread takes the four elements of one block, which may lie in several
  * rows. No workspace. */
 #include "gpukern_train.h"
-#include "../product/gemm/activation.cuh"
+#include "../product/gemm/activation_slope.cuh"
 #include "philox.cuh"
 #include "row_block.cuh"
 
@@ -48,8 +48,15 @@ __device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, in
         for (int v = 0; v < V; ++v) y[v] += to_acc(bias.v[v]);
     }
     if constexpr (FORM == BACKWARD) {
+        W slope[V];
+        if constexpr (sizeof(T) == 2) {
+            activate_and_slope_16<V>(p.activation, y, slope);
+        } else {
 #pragma unroll
-        for (int v = 0; v < V; ++v) y[v] = to_acc(more.v[v]) * act_derivative(p.activation, y[v]);
+            for (int v = 0; v < V; ++v) slope[v] = act_derivative(p.activation, y[v]);
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) y[v] = to_acc(more.v[v]) * slope[v];
     } else if constexpr (FORM == FORWARD && sizeof(T) == 2) {
         activate_16<V>(p.activation, y);
     } else if constexpr (FORM == FORWARD) {
@@ -87,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) dropout_vectors_kernel(Params p) {
         if (p.more.data) more = *(const Vec *)(row_at<T>(p.more, row) + at);
         if (p.bias) bias = *(const Vec *)((const T *)p.bias + at);
         drop<T, V, FORM>(p, seed, i * (V / 4), x, bias, more, out);
-        *(Vec *)(row_at<T>(p.out, row) + at) = out;
+        store_some(row_at<T>(p.out, row) + at, out);
     }
 }
 

@@ -7,12 +7,12 @@
  * All tensors are [M, N] of one dtype: float32, bfloat16, float16 or float64. glu.cu and
  * glu_sm90a.cu instantiate the kernel.
  *
- * Work split: a thread takes a 16-byte vector of a row. If rows are not whole vectors that start at
+ * Work split: a thread takes 16-byte vectors of rows. If rows are not whole vectors that start at
  * multiples of 16 bytes, it takes one element. No workspace. Memory bandwidth bounds the time. */
 #ifndef GPUKERN_CUDA_ROWS_GLU_CUH
 #define GPUKERN_CUDA_ROWS_GLU_CUH
 
-#include "../product/gemm/activation.cuh"
+#include "../product/gemm/activation_slope.cuh"
 #include "../tile/begins.cuh"
 #include "row_block.cuh"
 
@@ -27,42 +27,85 @@ struct GluParams {
     gk_activation activation;
 };
 
-/* The activation by exact functions. The faster functions of gemm's epilogues are accurate enough
- * for 16-bit results only. */
+/* The activation by exact functions, for results of 32 and 64 bits. */
 template <class W> __device__ __forceinline__ W glu_value(gk_activation activation, W x) {
     return activation == GK_ACT_SILU ? x / (1 + act_exp(-x)) : activate(activation, x);
 }
 
+/* Forward: out. Backward: out is dgate and more is dup. */
+template <class T, int V, bool BACKWARD>
+__device__ __forceinline__ void glu_values(gk_activation activation, const RowSome<T, V> &gate,
+                                           const RowSome<T, V> &up, const RowSome<T, V> &grad,
+                                           RowSome<T, V> &out, RowSome<T, V> &more) {
+    typedef typename element<T>::acc W;
+    W x[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) x[v] = to_acc(gate.v[v]);
+    if constexpr (BACKWARD) {
+        W slope[V];
+        if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+            activate_and_slope_16<V>(activation, x, slope);
+        } else {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                slope[v] = act_derivative(activation, x[v]);
+                x[v] = glu_value(activation, x[v]);
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+            const W g = to_acc(grad.v[v]);
+            out.v[v] = from_acc<T>(g * to_acc(up.v[v]) * slope[v]);
+            more.v[v] = from_acc<T>(g * x[v]);
+        }
+    } else {
+        if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+            activate_16<V>(activation, x);
+        } else {
+#pragma unroll
+            for (int v = 0; v < V; ++v) x[v] = glu_value(activation, x[v]);
+        }
+#pragma unroll
+        for (int v = 0; v < V; ++v) out.v[v] = from_acc<T>(x[v] * to_acc(up.v[v]));
+    }
+}
+
+/* A thread loads so many vectors before it computes. A small call needs its vectors in as many
+ * threads as there are. */
+template <class T, int V, class Begins>
+constexpr int glu_many = V == 1 || sizeof(T) == 8 || Begins::overlaps ? 1 : 2;
+
 template <class T, int V, bool BACKWARD, class Begins>
 __global__ void __launch_bounds__(GLU_THREADS) glu_kernel(GluParams p) {
     Begins::begin();
-    typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
-    const int64_t each = p.n / V, total = p.rows * each, step = (int64_t)gridDim.x * GLU_THREADS;
-    for (int64_t i = (int64_t)blockIdx.x * GLU_THREADS + threadIdx.x; i < total; i += step) {
-        /* a 32-bit division takes some 20 instructions less */
-        const bool small = total <= UINT32_MAX;
-        const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each,
-                      at = (i - row * each) * V;
-        const Vec gate = *(const Vec *)(row_at<T>(p.gate, row) + at),
-                  up = *(const Vec *)(row_at<T>(p.up, row) + at);
-        Vec out, more;
-        if (BACKWARD) {
-            const Vec grad = *(const Vec *)(row_at<T>(p.grad_out, row) + at);
+    constexpr int MANY = glu_many<T, V, Begins>;
+    const int64_t each = p.n / V, total = p.rows * each,
+                  step = (int64_t)gridDim.x * (GLU_THREADS * MANY);
+    /* a 32-bit division takes some 20 instructions less */
+    const bool small = total <= UINT32_MAX;
+    for (int64_t first = (int64_t)blockIdx.x * (GLU_THREADS * MANY) + threadIdx.x; first < total;
+         first += step) {
+        Vec gate[MANY], up[MANY], grad[MANY];
+        int64_t row[MANY], at[MANY];
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
-                const W g = to_acc(grad.v[v]), x = to_acc(gate.v[v]);
-                out.v[v] = from_acc<T>(g * to_acc(up.v[v]) * act_derivative(p.activation, x));
-                more.v[v] = from_acc<T>(g * glu_value(p.activation, x));
-            }
-            *(Vec *)(row_at<T>(p.more, row) + at) = more;
-        } else {
-#pragma unroll
-            for (int v = 0; v < V; ++v)
-                out.v[v] =
-                    from_acc<T>(glu_value(p.activation, (W)to_acc(gate.v[v])) * to_acc(up.v[v]));
+        for (int u = 0; u < MANY; ++u) {
+            const int64_t i = first + u * GLU_THREADS;
+            if (u > 0 && i >= total) continue;
+            row[u] = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each;
+            at[u] = (i - row[u] * each) * V;
+            gate[u] = *(const Vec *)(row_at<T>(p.gate, row[u]) + at[u]);
+            up[u] = *(const Vec *)(row_at<T>(p.up, row[u]) + at[u]);
+            if (BACKWARD) grad[u] = *(const Vec *)(row_at<T>(p.grad_out, row[u]) + at[u]);
         }
-        *(Vec *)(row_at<T>(p.out, row) + at) = out;
+#pragma unroll
+        for (int u = 0; u < MANY; ++u) {
+            if (u > 0 && first + u * GLU_THREADS >= total) continue;
+            Vec out, more;
+            glu_values<T, V, BACKWARD>(p.activation, gate[u], up[u], grad[u], out, more);
+            if (BACKWARD) store_some(row_at<T>(p.more, row[u]) + at[u], more);
+            store_some(row_at<T>(p.out, row[u]) + at[u], out);
+        }
     }
 }
 
@@ -70,7 +113,8 @@ template <class T, bool BACKWARD, class Begins>
 gk_status glu_run(const gk_context *ctx, const GluParams &p, bool vectors) {
     constexpr int V = row_vec<T>;
     const int64_t total = p.rows * p.n / (vectors ? V : 1);
-    const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(total, GLU_THREADS), 1 << 20));
+    const int many = vectors ? glu_many<T, V, Begins> : 1;
+    const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(total, GLU_THREADS * many), 1 << 20));
     const char *op = BACKWARD ? "gk_glu_bwd" : "gk_glu_fwd";
     if constexpr (!Begins::overlaps)
         if (!vectors)

@@ -402,7 +402,8 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
             RowVec<T> result;
 #pragma unroll
             for (int v = 0; v < VEC; ++v) result.set(v, y[v]);
-            group.store(dx, i, result);
+            /* one store of 16 bytes would spill, at 80 registers */
+            *(uint4 *)(dx + group.column(i)) = result.bits;
         }
     }
     cp_async_wait_group<0>();

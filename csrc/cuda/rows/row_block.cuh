@@ -23,6 +23,7 @@
 #include "../host/launch.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/regs.cuh"
 #include "../tile/convert.cuh"
 #include "../tile/reduce.cuh"
 
@@ -156,7 +157,7 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
         }
     }
     __device__ __forceinline__ void store(T *row, int i, const RowVec<T> &x) const {
-        *(uint4 *)(row + column(i)) = x.bits;
+        st_global_128(row + column(i), x.bits);
     }
 
     template <int N> __device__ __forceinline__ void sum(acc (&x)[N]) {
@@ -233,6 +234,22 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
 template <class T, int V> struct alignas(V * sizeof(T)) RowSome {
     T v[V];
 };
+
+/* Stores of 16 bytes. Of an assignment the compiler makes a store of each value as it comes, to
+ * save registers. Every such store touches all sectors that the warp writes. */
+template <class T, int V>
+__device__ __forceinline__ void store_some(T *to, const RowSome<T, V> &x) {
+    if constexpr (V * sizeof(T) % 16 == 0) {
+#pragma unroll
+        for (int k = 0; k < (int)(V * sizeof(T) / 16); ++k) {
+            uint4 bits;
+            memcpy(&bits, (const char *)&x + 16 * k, 16);
+            st_global_128((char *)to + 16 * k, bits);
+        }
+    } else {
+        *(RowSome<T, V> *)to = x;
+    }
+}
 
 /* ---- rows of any length and alignment: a block loops over a row ------------------------------ */
 constexpr int ROW_WALK_THREADS = 512;

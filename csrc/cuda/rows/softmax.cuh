@@ -8,9 +8,7 @@
  * From the row's length on, out and dx are 0.
  *
  * softmax.cu and softmax_sm90a.cu instantiate these kernels for one block or one cluster per row.
- * A group of threads (row_block.cuh) has a row, which it reads once and writes once. exp is
- * computed twice instead of kept in registers: the special function units are far from being the
- * bound. */
+ * A group of threads (row_block.cuh) has a row, which it reads once and writes once. */
 #ifndef GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 #define GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 
@@ -45,8 +43,10 @@ __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t ro
 }
 
 /* ---- 1. forward ------------------------------------------------------------------------------ */
-template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1)
+/* RAGGED: rows have lengths, so that each column is compared with one. */
+template <class T, int LANES, int ITEMS, int CLUSTER, bool RAGGED>
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
+                                  LANES == 512 && ITEMS == 4 && CLUSTER == 1 ? 2 : 1)
     softmax_fwd_kernel(SoftmaxParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
@@ -55,39 +55,56 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
     Group group(shared);
     const int64_t row = group.first_row();
     const bool is_row = row < p.rows;
-    const int n = (int)p.n, length = is_row ? (int)row_length(p, row) : 0;
+    const int n = (int)p.n, length = !RAGGED ? n : is_row ? (int)row_length(p, row) : 0;
+    const auto seen = [&](int i, int v) { return (RAGGED ? v : 0) < length - group.column(i); };
     const W scale = W(p.scale);
     RowVec<T> x[ITEMS];
     group.load(x, is_row ? row_at<T>(p.x, row) : nullptr, length, is_row);
-    W peak[1] = {-INFINITY}, sum[1] = {0};
+    /* values of 32 and 64 bits are replaced where they are */
+    constexpr bool IN_PLACE = sizeof(T) == sizeof(W);
+    W wide[IN_PLACE ? 1 : ITEMS][VEC], peak[1] = {-INFINITY}, sum[1] = {0};
+    const auto s = [&](int i, int v) -> W & {
+        if constexpr (IN_PLACE)
+            return x[i].v[v];
+        else
+            return wide[i][v];
+    };
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v)
-            if (group.column(i) + v < length)
-                peak[0] = lanes_max2(peak[0], row_scaled(scale, x[i].get(v)));
+        for (int v = 0; v < VEC; ++v) {
+            s(i, v) = seen(i, v) ? row_scaled(scale, x[i].get(v)) : W(-INFINITY);
+            peak[0] = lanes_max2(peak[0], s(i, v));
+        }
     group.peak(peak);
+    /* softmax keeps its exponentials, log_softmax its differences */
+    if (p.log) {
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v)
-            if (group.column(i) + v < length)
-                sum[0] += row_exp<T>(row_scaled(scale, x[i].get(v)) - peak[0]);
+            for (int v = 0; v < VEC; ++v) {
+                s(i, v) -= peak[0];
+                sum[0] += row_exp<T>(s(i, v));
+            }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) {
+                s(i, v) = row_exp<T>(s(i, v) - peak[0]);
+                sum[0] += s(i, v);
+            }
+    }
     group.sum(sum);
     if (!is_row) return;
-    const W inverse = 1 / sum[0], log_sum = p.log ? log(sum[0]) : W(0);
+    const W by = p.log ? W(1) : 1 / sum[0], less = p.log ? W(log(sum[0])) : W(0);
     T *out = row_at<T>(p.out, row);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (group.column(i) >= n) continue;
         RowVec<T> y;
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            const W s = row_scaled(scale, x[i].get(v)) - peak[0];
-            y.set(v, group.column(i) + v >= length ? W(0)
-                     : p.log                       ? s - log_sum
-                                                   : row_exp<T>(s) * inverse);
-        }
+        for (int v = 0; v < VEC; ++v) y.set(v, seen(i, v) ? (s(i, v) - less) * by : W(0));
         group.store(out, i, y);
     }
 }
@@ -166,10 +183,13 @@ inline bool softmax_bwd_plan(const gk_cuda_instance *row, const gk_context *, co
 
 template <class T, int LANES, int ITEMS, int CLUSTER>
 gk_status softmax_fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    return launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER>>(
-        "gk_softmax_fwd", ctx, dim3((unsigned)plan->tasks * CLUSTER),
-        RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 0,
-        softmax_params((const gk_softmax_args *)args), false, CLUSTER);
+    const SoftmaxParams p = softmax_params((const gk_softmax_args *)args);
+    const dim3 grid((unsigned)plan->tasks * CLUSTER);
+    constexpr int THREADS = RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS;
+    return p.lengths.data ? launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, true>>(
+                                "gk_softmax_fwd", ctx, grid, THREADS, 0, p, false, CLUSTER)
+                          : launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, false>>(
+                                "gk_softmax_fwd", ctx, grid, THREADS, 0, p, false, CLUSTER);
 }
 template <class T, int LANES, int ITEMS, int CLUSTER>
 gk_status softmax_bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {

@@ -7,7 +7,7 @@
  * access of each. */
 #include "../../host/launch.cuh"
 #include "../../tile/convert.cuh"
-#include "activation.cuh"
+#include "activation_slope.cuh"
 
 namespace {
 
@@ -25,12 +25,16 @@ struct Params {
 
 template <class T> using Wide = typename element<T>::acc;
 
-template <class T, class S>
-__device__ __forceinline__ T act_bwd(gk_activation activation, T grad, S saved) {
-    const Wide<T> slope = act_derivative<Wide<T>>(activation, to_acc(saved));
+template <class T>
+__device__ __forceinline__ T times_slope(gk_activation activation, T grad, Wide<T> slope) {
     /* If relu is off, the gradient is 0 even if grad is infinite or NaN. */
     if (activation == GK_ACT_RELU && slope == 0) return from_acc<T>(Wide<T>(0));
     return from_acc<T>(to_acc(grad) * slope);
+}
+
+template <class T, class S>
+__device__ __forceinline__ T act_bwd(gk_activation activation, T grad, S saved) {
+    return times_slope(activation, grad, act_derivative<Wide<T>>(activation, to_acc(saved)));
 }
 
 template <class T, class S>
@@ -64,9 +68,20 @@ __global__ void __launch_bounds__(THREADS) act_bwd_dense_kernel(Params p) {
         const T *grad = (const T *)&grad4;
         const S *saved = (const S *)&saved4;
         T *result = (T *)&result4;
+        if constexpr (sizeof(T) == 2) {
+            float x[VALUES], slope[VALUES];
 #pragma unroll
-        for (int v = 0; v < VALUES; ++v) result[v] = act_bwd<T, S>(p.activation, grad[v], saved[v]);
-        ((uint4 *)p.grad_in)[i] = result4;
+            for (int v = 0; v < VALUES; ++v) x[v] = to_acc(saved[v]);
+            activate_and_slope_16<VALUES>(p.activation, x, slope);
+#pragma unroll
+            for (int v = 0; v < VALUES; ++v)
+                result[v] = times_slope(p.activation, grad[v], slope[v]);
+        } else {
+#pragma unroll
+            for (int v = 0; v < VALUES; ++v)
+                result[v] = act_bwd<T, S>(p.activation, grad[v], saved[v]);
+        }
+        st_global_128((uint4 *)p.grad_in + i, result4);
     }
     const int64_t tail = p.n / VALUES * VALUES + first;
     if (tail < p.n)

@@ -66,8 +66,8 @@ __device__ __forceinline__ void write_groups(const Params &p, const uint2 (&code
         }
         if (p.wide) {
 #pragma unroll
-            for (int i = 0; i < (int)sizeof g / 16; ++i)
-                ((uint4 *)(out + at))[i] = ((const uint4 *)&g)[i];
+            for (int i = 0; i < (int)sizeof g / 16; ++i) /* whole, as store_some */
+                st_global_128((uint4 *)(out + at) + i, ((const uint4 *)&g)[i]);
         } else {
 #pragma unroll
             for (int i = 0; i < VEC; ++i)

@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_group(T *to, const Group<T> &g, int left, 
     if (wide) {
 #pragma unroll
         for (int i = 0; i < (int)sizeof(Group<T>) / 16; ++i)
-            ((uint4 *)to)[i] = ((const uint4 *)&g)[i];
+            st_global_128((uint4 *)to + i, ((const uint4 *)&g)[i]); /* whole, as store_some */
     } else {
 #pragma unroll
         for (int i = 0; i < VEC; ++i)
