@@ -6,6 +6,7 @@
  * operand of the next product. Exits with 1 on a failure. */
 #include "check_model.h"
 #include "cuda/attn/backward/bwd_order.cuh"
+#include "cuda/attn/backward/bwd_split.cuh"
 #include "cuda/attn/forward/fwd_schedule.cuh"
 #include "cuda/attn/forward/fwd_score.cuh"
 #include "cuda/tile/divisor.h"
@@ -660,8 +661,67 @@ static void check_grid() {
                         }
 }
 
+/* The keys tasks of a unit have every part of a tile that is cut and every other tile once. */
+static void check_split_tasks() {
+    for (int longest : {1, 31, 32, 50, 64, 1000})
+        for (int tiles_k : {1, 2, 3, 40}) {
+            const BwdSplit split = bwd_split_of(longest, tiles_k);
+            std::vector<std::vector<int>> seen(tiles_k, std::vector<int>(split.most, 0));
+            bool good = split.most <= BWD_SPLIT_PARTS && split.tiles <= tiles_k;
+            for (int task = 0; task < tiles_k + split.more_tasks(); ++task) {
+                const int rank = split.rank(task), part = split.part(task);
+                good = good && rank >= 0 && rank < tiles_k && part >= 0 && part < split.most;
+                if (good) ++seen[rank][part];
+            }
+            for (int rank = 0; rank < tiles_k; ++rank)
+                for (int part = 0; part < split.most; ++part)
+                    good = good && seen[rank][part] == (rank < split.tiles || part == 0);
+            for (int count = 0; count <= longest; ++count)
+                for (int uncut = 0; uncut <= count; ++uncut) {
+                    const int parts = split.parts(count, uncut);
+                    good = good && parts >= 1 && parts <= split.most &&
+                           (parts == 1 || count / parts >= BWD_SPLIT_LEAST);
+                }
+            check(good, "parts of tiles of keys: longest list, tiles", longest, tiles_k);
+        }
+}
+
+/* Each entry of the lists of a group's heads is in one part. */
+static void check_split_parts() {
+    for (int group : {1, 2, 5})
+        for (int parts : {1, 2, 3, 8}) {
+            std::vector<int> lengths;
+            for (int h = 0; h < group; ++h) lengths.push_back(37 * (h + 1) % (40 - 9 * (h % 4)));
+            if (group > 2) lengths[group - 1] = 0;
+            std::vector<std::vector<int>> seen;
+            int total = 0, last = -1;
+            for (int n : lengths) {
+                seen.emplace_back(n, 0);
+                total += n;
+            }
+            bool good = true;
+            for (int part = 0; part < parts; ++part) {
+                int size = 0;
+                bwd_take_part(
+                    group, part, parts, [&](int h) { return lengths[h]; },
+                    [&](int h, int first, int end, int n) {
+                        good = good && h >= last && n == lengths[h] && first >= 0 && end <= n;
+                        last = h;
+                        size += end - first;
+                        for (int i = first; good && i < end; ++i) ++seen[h][i];
+                    });
+                good = good && size >= total / parts && size <= total / parts + 1;
+            }
+            for (const std::vector<int> &of : seen)
+                for (int times : of) good = good && times == 1;
+            check(good, "each entry is in one part: heads, parts", group, parts);
+        }
+}
+
 static void check_backward() {
     check_grid();
+    check_split_tasks();
+    check_split_parts();
     check_steps();
     check_ordered_steps();
     check_ds<48>(), check_ds<64>(), check_ds<80>(), check_ds<128>();

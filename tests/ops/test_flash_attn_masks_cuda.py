@@ -246,6 +246,90 @@ def test_random_calls(seed):
         assert error <= limit * max(size, 1e-2 * ref.numel() ** 0.5), (name, error / size)
 
 
+def shared_keys(kind, seq_q, seq_k, heads):
+    """A window of 300 keys and some first keys that all queries see, so that the backward cuts the
+    lists of these keys into parts. Queries 300 to 600 see nothing."""
+    i, j = torch.arange(seq_q), torch.arange(seq_k)
+    blind = (i >= 300) & (i < 600)
+    if kind == "ranges":
+        columns = (i - 299).clamp(min=70), i + 1, torch.zeros_like(i), (i + 1).clamp(max=70)
+        rows = torch.stack(columns, -1).to(torch.int32)
+        rows[blind] = 0
+        return gk.attn_mask_ranges(rows.cuda(), seq_k)
+    if kind == "columns":
+        end = torch.where(j < 70, seq_q, j + 300).to(torch.int32)
+        return gk.attn_mask_columns(end[None, None, :, None].cuda(), seq_q, is_causal=True)
+    i, j, h = i[:, None], j[None, :], torch.arange(heads)[:, None, None]
+    # each head has other lists, and the last one has none for the first keys
+    shared = (j < 200) & (i >= 600 * h) & (h < max(heads - 1, 1))
+    seen = (i >= j) & ((i - j < 300) | shared) & ~blind[:, None]
+    return gk.attn_mask_of((seen & bools(heads, seq_q, seq_k, share=0.99))[None].cuda())
+
+
+@pytest.mark.parametrize("kind", ["ranges", "columns", "bools"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("extra", ["nothing", "sinks", "bias", "bias of keys"])
+@pytest.mark.parametrize("size", [(4500, 4504, 4, 2), (8200, 8200, 2, 2), (700, 704, 16, 2)])
+def test_gradients_of_keys_that_many_queries_see(kind, dim, dtype, extra, size):
+    """Against float64, with NaN in keys that no query sees; dk and dv have the same bits twice."""
+    seq_q, seq_k, heads, heads_kv = size
+    if seq_q > 5000 and (kind == "bools" or extra != "nothing"):
+        pytest.skip("covered by fewer queries")
+    mask = shared_keys(kind, seq_q, seq_k, heads)
+    seen = mask.dense().any(2).flatten(0, 1).any(0)
+    leaves = {
+        "q": draw((1, heads, seq_q, dim), dtype, 0),
+        "k": draw((1, heads_kv, seq_k, dim), dtype, 1),
+        "v": draw((1, heads_kv, seq_k, dim), dtype, 2) + 0.25,
+    }
+    if extra == "sinks":
+        leaves["sinks"] = draw((heads,), F32, 3)
+    elif extra == "bias":
+        leaves["bias"] = draw((1, heads, seq_q, seq_k), dtype, 4)
+    elif extra == "bias of keys":
+        leaves["bias"] = draw((1, 1, 1, seq_k), dtype, 4)
+    grad = draw((1, heads, seq_q, dim), dtype, 5).cuda()
+
+    def gradients(attend, unseen, wide):
+        own = {}
+        for name, x in leaves.items():
+            x = x.cuda().double() if wide else x.cuda()
+            own[name] = torch.where(seen[:, None], x, unseen) if name in ("k", "v") else x
+            own[name].requires_grad_()
+        out = attend(**own, attn_mask=mask)
+        return dict(zip(own, torch.autograd.grad(out, own.values(), grad.to(out.dtype))))
+
+    got = gradients(gk.flash_attn, math.nan, False)
+    again = gradients(gk.flash_attn, math.nan, False)
+    if extra != "bias of keys":  # those go to a kernel that adds up in any order
+        assert torch.equal(got["k"], again["k"])
+        assert torch.equal(got["v"], again["v"])
+    limit = {BF16: 2e-2, F16: 8e-3}[dtype]
+    for name, want in gradients(reference.flash_attn, 0.0, True).items():
+        assert got[name].isfinite().all(), name
+        parts = want.split(128, dim=2) if name in ("k", "v") else [want]
+        found = got[name].double().split(128, dim=2) if name in ("k", "v") else [got[name].double()]
+        for at, (x, y) in enumerate(zip(found, parts, strict=True)):
+            error, norm = (x - y).norm(), y.norm()
+            assert error <= limit * max(norm, 1e-2 * y.numel() ** 0.5), (name, at, error / norm)
+
+
+def test_deterministic_gradients_of_keys_that_many_queries_see():
+    mask = shared_keys("ranges", 4500, 4504, 4)
+    q = draw((1, 4, 4500, 64), BF16, 0).cuda().requires_grad_()
+    k, v = (draw((1, 2, 4504, 64), BF16, seed).cuda().requires_grad_() for seed in (1, 2))
+    runs = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            out = gk.flash_attn(q, k, v, attn_mask=mask)
+            runs.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
 def test_deterministic_gradients():
     """The same bits twice, with every bias."""
     q, k, v = (draw((2, 4, 200, 64), BF16, seed).cuda().requires_grad_() for seed in range(3))

@@ -289,9 +289,10 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, con
  * bounds of place_block. flash_attn_bwd_masked_sm90a.cu has those of a stored mask. */
 template <class Tile, bool ORDERED> struct BwdUnmasked {
     typedef BwdHopperParams Params;
+    static constexpr bool SPLITS = false; /* true: some keys tasks may have no work */
     /* True if the kernel has nothing to do. */
     static __device__ __forceinline__ bool leaves(const Params &) { return false; }
-    static __device__ __forceinline__ void place(BwdWork &w, const Params &x) {
+    static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr) {
         place_block<Tile>(w, x);
     }
     static __device__ __forceinline__ void load(const Params &x, const BwdWork &w,
@@ -314,7 +315,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Consumer::leaves(x)) return;
     if (threadIdx.x == 0) { /* takes longest; other warps do the rest meanwhile */
-        Consumer::place(w, x);
+        Consumer::place(w, x, smem_s);
     } else if (threadIdx.x == 8 * 32) {
         prefetch_tensormap(&x.k);
         prefetch_tensormap(&x.v);
@@ -340,6 +341,12 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     if (w.task.unit >= x.grid.units) return;
     if (w.task.kind != BWD_KEYS)
         return other_task<typename Consumer::Element, Tile, typename Consumer::Grad>(x, w, smem_s);
+    if constexpr (Consumer::SPLITS) {
+        if (Consumer::has_no_work(smem_s)) {
+            if (threadIdx.x == 0) red_add_release(x.keys_done + w.task.unit);
+            return;
+        }
+    }
     /* happens in packed calls only */
     if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return;
     if (warpgroup == 2) {

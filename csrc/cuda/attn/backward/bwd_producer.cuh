@@ -109,9 +109,9 @@ template <class Tile> struct BwdSmem {
     static constexpr int KV_FULL = PEER_FULL + 16, RAW = KV_FULL + 8, TURN = RAW + 8,
                          ADDED = TURN + 8;
     static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
-    /* masked kernel: the producer's place in the lists */
+    /* masked kernel: the producer's place in the lists, and the block's part of a tile */
     static constexpr int PLACE = WORK + (int)sizeof(BwdWork);
-    static constexpr int BYTES = PLACE + (bwd_masked<Tile> ? 32 : 0);
+    static constexpr int BYTES = PLACE + (bwd_masked<Tile> ? 48 : 0);
     static constexpr GK_HD int peer_full(int step) { return PEER_FULL + 8 * (step & 1); }
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0,

@@ -11,6 +11,11 @@
  * hidden pairs become 0. Without a mask, a block takes the rows that flash_attn_bwd_sm90a would
  * take, and the bits say what causal and a window show.
  *
+ * Tiles of keys that many more queries see than others are cut into parts (bwd_split.cuh). A part
+ * is a block with a share of the tile's queries. It stores its dK and dV in float32. The part that
+ * ends last adds them up in the order of the parts and rounds them, so their bits do not depend on
+ * the order in which blocks run.
+ *
  * The bias comes by TMA, BQ rows x 128 keys a step, and is added to the exponents. Its gradient is
  * dS, which TMA stores from where the product dQ reads it.
  *
@@ -27,6 +32,7 @@
 #include "../mask_words.cuh"
 #include "../../ptx/opaque.cuh"
 #include "bwd_keys.cuh"
+#include "bwd_split.cuh"
 
 namespace {
 
@@ -40,7 +46,15 @@ struct BwdMaskedParams : BwdHopperParams {
     gk_mask_layout at;
     gk_mask_store store;
     bool again; /* the second launch */
+    BwdSplit split;
+    /* [unit][split.tiles][split.most][PART_FLOATS]: dK and dV of each part, in
+     * accumulator order; and how many parts of each tile have stored theirs */
+    float *sums;
+    unsigned *stored;
 };
+
+/* dK and dV of a part of a tile. */
+template <class Tile> constexpr int PART_FLOATS = Tile::BKV * (Tile::HEAD_DIM + Tile::HEAD_DIM_V);
 
 /* ---- 1. lists -------------------------------------------------------------------------------- */
 __device__ __forceinline__ const int32_t *mask_of(const BwdMaskedParams &x, int b, int head) {
@@ -67,16 +81,18 @@ __device__ __forceinline__ int length_of(const BwdMaskedParams &x, const uint16_
     return lo;
 }
 
-/* The steps of a list: a block of 128 queries has as many as it has tiles of rows. */
+/* The steps of entries [from, to) of a list: a block of 128 queries has as many as it has tiles of
+ * rows. */
 template <class Tile>
-__device__ __forceinline__ int steps_of_list(const uint16_t *list, int count, int seq_q) {
-    if (count == 0) return 0;
-    const int last = __ldg(list + count - 1) >> 2,
+__device__ __forceinline__ int steps_of_list(const uint16_t *list, int from, int to, int seq_q) {
+    if (from >= to) return 0;
+    const int last = __ldg(list + to - 1) >> 2,
               rows = min(seq_q - last * GK_MASK_TILE, (int)GK_MASK_TILE);
-    return (count - 1) * (GK_MASK_TILE / Tile::BQ) + (rows + Tile::BQ - 1) / Tile::BQ;
+    return (to - from - 1) * (GK_MASK_TILE / Tile::BQ) + (rows + Tile::BQ - 1) / Tile::BQ;
 }
 
-/* The producer's place in the lists and the step there, in shared memory. */
+/* The producer's place in the lists and the step there, and the block's part of its tile, in shared
+ * memory. */
 struct BwdPlace {
     enum Field {
         HEAD,
@@ -86,7 +102,10 @@ struct BwdPlace {
         ROW,   /* the step's first row */
         KIND,  /* of the step's block. MADE: the producer computes the words */
         FULL,  /* MADE only: all queries see the block's keys, but the end of the keys cuts it */
-        WORDS  /* of the stored words */
+        WORDS, /* of the stored words */
+        PARTS, /* into which the block's tile of keys is cut. 0: the block has no work */
+        PART,  /* the block's own */
+        LAST   /* this part has stored its sums last */
     };
     smem_addr at_s;
     __device__ __forceinline__ int operator[](Field f) const {
@@ -142,6 +161,18 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
     __syncwarp();
 }
 
+/* Counts the entries before the block's first one whose words are stored. All lanes of a warp. */
+__device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdWork &w,
+                                            const BwdPlace &at) {
+    int kept = 0;
+#pragma unroll 1
+    for (int i = laneid(); i < at[BwdPlace::INDEX]; i += 32) {
+        const int entry = __ldg(list_of(x, w.b, at[BwdPlace::HEAD], w.j0 / GK_MASK_TILE) + i);
+        kept += (entry & 3) == GK_BLOCK_WORDS;
+    }
+    return __reduce_add_sync(0xffffffffu, kept);
+}
+
 /* ---- 2. the producer's parts ----------------------------------------------------------------- */
 /* Replaces NaN and inf in a tile by 0. One warp. */
 template <class T, class Panels> __device__ __forceinline__ void clear_wild(smem_addr tile_s) {
@@ -194,11 +225,15 @@ __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Seq
                      columns_in<32>(c.z - first, c.w - first));
         });
     } else {
-        words_of_columns(to_s, [&](int c, int r) {
-            if (i0 + c >= seq.seq_q) return 0u;
-            const int4 a = __ldg(source + i0 + c);
-            return rows_in(a.x, a.y, j0 + r) | rows_in(a.z, a.w, j0 + r);
-        });
+        /* only the words of this step's queries */
+        words_of_columns<Tile::BQ / 32>(
+            to_s,
+            [&](int c, int r) {
+                if (i0 + c >= seq.seq_q) return 0u;
+                const int4 a = __ldg(source + i0 + c);
+                return rows_in(a.x, a.y, j0 + r) | rows_in(a.z, a.w, j0 + r);
+            },
+            (row0 - i0) / 32);
     }
     fence_proxy_async(); /* orders these stores before a later bulk copy into the stage */
     __syncwarp();
@@ -229,8 +264,12 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
     }
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     const BwdPlace at = {smem_s + S::PLACE};
-    at.set(BwdPlace::HEAD, w.first_head - 1);
-    at.set(BwdPlace::LEFT, 0);
+    if constexpr (ScoresOf<Tile>::MASK) {
+        at.set(BwdPlace::KEPT, words_before(x, w, at)); /* place() has set the other fields */
+    } else {
+        at.set(BwdPlace::HEAD, w.first_head - 1);
+        at.set(BwdPlace::LEFT, 0);
+    }
     at.set(BwdPlace::ROW, GK_MASK_TILE - BQ);
     __syncwarp();
 #pragma unroll 1
@@ -296,12 +335,18 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
     static_assert(GK_MASK_TILE % Tile::BQ == 0 && Tile::BKV == GK_MASK_TILE && !ORDERED,
                   "a step lies within one block of the mask");
 
+    static constexpr bool SPLITS = ScoresOf<Tile>::MASK;
+
     static __device__ __forceinline__ bool leaves(const Params &x) {
         return x.again && *x.spoilt == 0;
     }
+    static __device__ __forceinline__ bool has_no_work(smem_addr smem_s) {
+        const BwdPlace at = {smem_s + S::PLACE};
+        return at[BwdPlace::PARTS] == 0;
+    }
     /* With a mask w.tile_lo is the length of the first head's list; without, w.start is the number
-     * of tiles of each head. */
-    static __device__ __forceinline__ void place(BwdWork &w, const Params &x) {
+     * of tiles of each head. One thread. */
+    static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr smem_s) {
         const Bwd &g = x.g;
         if constexpr (!ScoresOf<Tile>::MASK) {
             place_block<Tile>(w, x);
@@ -315,30 +360,114 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
         w.kv_head = w.task.unit - w.b * g.p.heads_kv;
         w.first_head = w.kv_head * g.p.group;
         if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
-        const int4 longest =
-            __ldg((const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t) + w.task.index);
+        const BwdPlace at = {smem_s + S::PLACE};
+        const int4 *tiles = (const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t);
+        const int rank = x.split.rank(w.task.index), part = x.split.part(w.task.index);
+        const int4 longest = __ldg(tiles + rank);
+        int parts = 1;
+        if (rank < x.split.tiles) {
+            const bool any = x.split.tiles < (int)x.at.tiles_k; /* a tile that is not cut */
+            parts = x.split.parts(longest.x * g.p.group,
+                                  any ? __ldg(tiles + x.split.tiles).x * g.p.group : 0);
+        }
         const int tile = longest.z;
+        at.set(BwdPlace::PARTS, part < parts ? parts : 0);
+        at.set(BwdPlace::PART, part);
+        if (part >= parts) return;
         w.j0 = tile * GK_MASK_TILE;
         w.seq = sequence_of(g.p, w.b);
         w.row_tile = row_tile_of(g, w.seq, w.b);
         w.tile_lo = longest.x;
-        w.tiles = steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), longest.x, w.seq.seq_q);
+        at.set(BwdPlace::HEAD, w.first_head - 1);
+        at.set(BwdPlace::LEFT, 0);
+        at.set(BwdPlace::INDEX, 0);
+        if (parts > 1) return place_part(w, x, at, tile, part, parts);
+        w.tiles =
+            steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), 0, longest.x, w.seq.seq_q);
         if (x.mask_head == 0) {
             w.tiles *= g.p.group;
         } else {
 #pragma unroll 1
             for (int h = 1; h < g.p.group; ++h) {
                 const uint16_t *list = list_of(x, w.b, w.first_head + h, tile);
-                w.tiles += steps_of_list<Tile>(list, length_of(x, list), w.seq.seq_q);
+                w.tiles += steps_of_list<Tile>(list, 0, length_of(x, list), w.seq.seq_q);
             }
         }
+    }
+    /* Finds where a part begins in the lists of the group's heads, and how many steps it has. */
+    static __device__ __forceinline__ void
+    place_part(BwdWork &w, const Params &x, const BwdPlace &at, int tile, int part, int parts) {
+        const auto list = [&](int h) { return list_of(x, w.b, w.first_head + h, tile); };
+        int steps = 0;
+        bwd_take_part(
+            x.g.p.group, part, parts,
+            [&](int h) { return h == 0 || x.mask_head == 0 ? w.tile_lo : length_of(x, list(h)); },
+            [&](int h, int first, int end, int length) {
+                if (steps == 0) {
+                    at.set(BwdPlace::HEAD, w.first_head + h);
+                    at.set(BwdPlace::LEFT, length - first);
+                    at.set(BwdPlace::INDEX, first);
+                }
+                steps += steps_of_list<Tile>(list(h), first, end, w.seq.seq_q);
+            });
+        w.tiles = steps;
     }
     static __device__ __forceinline__ void load(const Params &x, const BwdWork &w, unsigned char *,
                                                 smem_addr smem_s) {
         load_masked<T, Tile>(x, w, smem_s);
     }
+    /* The sums of a part, 16 bytes of each consumer thread at a time. */
+    template <int M>
+    static __device__ __forceinline__ void store_sums(float *to, const float (&d)[M]) {
+#pragma unroll
+        for (int i = 0; i < M; i += 4)
+            __stcg((float4 *)(to + 256 * i) + threadIdx.x,
+                   make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
+    }
+    template <int M>
+    static __device__ __forceinline__ void add_sums(float (&d)[M], const float *from) {
+#pragma unroll
+        for (int i = 0; i < M; i += 4) {
+            const float4 a = __ldcg((const float4 *)(from + 256 * i) + threadIdx.x);
+            d[i] += a.x;
+            d[i + 1] += a.y;
+            d[i + 2] += a.z;
+            d[i + 3] += a.w;
+        }
+    }
+    /* Stores this part's dK and dV. In the part that stores last, dk and dv become the sums of all
+     * parts, in the order of the parts; returns true there. */
+    __device__ __forceinline__ bool join_parts(const Params &x, const BwdWork &w,
+                                               const BwdPlace &at, int parts) {
+        constexpr int DK_FLOATS = Tile::BKV * Tile::HEAD_DIM, FLOATS = PART_FLOATS<Tile>;
+        const int tile = w.task.unit * x.split.tiles + x.split.rank(w.task.index);
+        float *all = x.sums + (int64_t)tile * x.split.most * FLOATS;
+        float *own = all + at[BwdPlace::PART] * FLOATS;
+        store_sums(own, this->dk);
+        store_sums(own + DK_FLOATS, this->dv);
+        bar_sync(BAR_CONSUMERS, 256); /* this part is complete */
+        if (threadIdx.x == 0)
+            at.set(BwdPlace::LAST, atom_inc_acq_rel(x.stored + tile) == (unsigned)parts - 1);
+        bar_sync(BAR_CONSUMERS, 256);
+        if (!at[BwdPlace::LAST]) return false;
+#pragma unroll
+        for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) this->dk[i] = 0;
+#pragma unroll
+        for (int i = 0; i < Tile::HEAD_DIM_V / 2; ++i) this->dv[i] = 0;
+#pragma unroll 1
+        for (int p = 0; p < parts; ++p) {
+            add_sums(this->dk, all + p * FLOATS);
+            add_sums(this->dv, all + p * FLOATS + DK_FLOATS);
+        }
+        return true;
+    }
     __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
-                                          int warpgroup) const {
+                                          int warpgroup) {
+        if constexpr (SPLITS) {
+            const BwdPlace at = {smem_s + S::PLACE};
+            const int parts = at[BwdPlace::PARTS];
+            if (parts > 1 && !join_parts(x, w, at, parts)) return;
+        }
         float sum = 0; /* NaN or inf if a gradient is */
 #pragma unroll
         for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) sum = fmaf(this->dk[i], 0.f, sum);
@@ -373,16 +502,45 @@ template <class Tile> bool serves_masked(const gk_flash_attn_bwd_args *a) {
                          gk_attn_mask_ints(scores->store, a->fwd.q.shape[2], a->fwd.k.shape[2], 1));
 }
 
-/* The workspace: that of flash_attn_bwd_sm90a, the counters of the second launch, and the mark. */
+template <class Tile> BwdSplit split_of(const Bwd &g) {
+    if (!ScoresOf<Tile>::MASK) return {0, 1};
+    return bwd_split_of(g.p.group * gk_ceil_div(g.p.seq_q, GK_MASK_TILE),
+                        gk_ceil_div(g.p.seq_k, GK_MASK_TILE));
+}
+
+/* The workspace is that of flash_attn_bwd_sm90a. The counters of the second launch follow its
+ * counters, then the mark, then the counts of parts for both launches, then the sums of parts. The
+ * sums are not larger than dq_sum, because only units of 4,096 queries and more are cut. */
+struct MaskedSpace {
+    size_t counters, stored; /* bytes of each launch */
+    size_t sums_at, bytes;   /* from the first counter; bytes of all */
+
+    template <class Tile> static MaskedSpace of(const BwdGrid &grid, const Bwd &g) {
+        const BwdSplit split = split_of<Tile>(g);
+        const size_t cut = split.most > 1 ? (size_t)grid.units * (size_t)split.tiles : 0;
+        MaskedSpace s;
+        s.counters = counters_bytes<Tile>(grid, g, false);
+        s.stored = cut * sizeof(unsigned);
+        s.sums_at = (size_t)gk_round_up((int64_t)s.cleared(), 256);
+        s.bytes = s.sums_at + cut * (size_t)split.most * PART_FLOATS<Tile> * sizeof(float);
+        return s;
+    }
+    size_t cleared() const { return 2 * counters + sizeof(unsigned) + 2 * stored; }
+};
+
 template <class Tile>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!serves_masked<Tile>(a) || !plan<Tile>(row, ctx, args, to)) return false;
     const Bwd &g = gk_own<Bwd>(to);
-    const BwdGrid grid = grid_of<Tile>(ctx, a, g);
-    to->workspace_bytes += counters_bytes<Tile>(grid, g, false) + 4;
-    return grid.rows > 0; /* false: no keys or no rows */
+    BwdGrid grid = grid_of<Tile>(ctx, a, g);
+    if (grid.rows == 0) return false; /* no keys or no rows */
+    const MaskedSpace space = MaskedSpace::of<Tile>(grid, g);
+    to->workspace_bytes += space.bytes - space.counters;
+    grid.keys += split_of<Tile>(g).more_tasks();
+    to->tasks = grid.blocks();
+    return true;
 }
 
 template <class T, class Consumer>
@@ -419,15 +577,21 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
         if (status == GK_OK && dbias && partly)
             status = clear_memory(OP, ctx, dbias->data, (size_t)gk_numel(dbias) * 2);
     }
-    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, false);
-    x.spoilt = x.rows_done + cleared / sizeof(unsigned) * 2;
-    if (status == GK_OK) status = clear_memory(OP, ctx, x.rows_done, 2 * cleared + 4);
+    const MaskedSpace space = MaskedSpace::of<Tile>(x.grid, x.g);
+    x.spoilt = x.rows_done + space.counters / sizeof(unsigned) * 2;
+    x.stored = x.spoilt + 1;
+    x.sums = (float *)((char *)x.rows_done + space.sums_at);
+    x.split = split_of<Tile>(x.g);
+    x.grid.keys += x.split.more_tasks();
+    x.grid.prepare();
+    if (status == GK_OK) status = clear_memory(OP, ctx, x.rows_done, space.cleared());
     for (int pass = 0; pass < 2 && status == GK_OK; ++pass) {
         x.again = pass > 0;
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
             OP, ctx, dim3((unsigned)plan->tasks), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
-        x.rows_done += cleared / sizeof(unsigned);
-        x.keys_done += cleared / sizeof(unsigned);
+        x.rows_done += space.counters / sizeof(unsigned);
+        x.keys_done += space.counters / sizeof(unsigned);
+        x.stored += space.stored / sizeof(unsigned);
     }
     return status == GK_OK && x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : status;
 }
