@@ -34,13 +34,18 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
 /* Each column has the ranges of the rows that see it, or do not. seen(c, r): bit i tells whether
  * row r + i sees column c. Each lane owns a column at first and, after the transpose, a row. Bytes
  * are stored one by one, because registers are few. Only the bytes of GROUPS groups of 32 columns
- * are stored, from group `first` on. */
-template <int GROUPS = GK_MASK_TILE / 32, class Seen>
+ * are stored, from group `first` on. EQUAL: the columns of a group often have the same bits, and
+ * then need no transpose. */
+template <int GROUPS = GK_MASK_TILE / 32, bool EQUAL = false, class Seen>
 __device__ __forceinline__ void words_of_columns(smem_addr to_s, const Seen &seen, int first = 0) {
 #pragma unroll 1
     for (int i = 0; i < 32 * GROUPS; i += 8) { /* 4 sets of 32 rows x GROUPS groups */
         const int row = i / (8 * GROUPS) * 32, group = first + i / 8 % GROUPS;
-        const uint32_t bits = transpose_bits(seen(32 * group + laneid(), row));
+        uint32_t bits = seen(32 * group + laneid(), row);
+        if (EQUAL && __all_sync(0xffffffffu, bits == __shfl_sync(0xffffffffu, bits, 0)))
+            bits = 0u - (bits >> laneid() & 1);
+        else
+            bits = transpose_bits(bits);
         const smem_addr at_s = to_s + 4 * gk_mask_word_of(row + laneid()) + group;
 #pragma unroll
         for (int q = 0; q < 4; ++q)

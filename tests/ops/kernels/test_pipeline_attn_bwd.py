@@ -2,7 +2,8 @@
 """A model of the barrier protocol of flash_attn_bwd_sm90a.cu, run like that of the forward in
 test_pipeline_attn.py. It has the warp that loads, and the warps of two consumer warpgroups. Copies
 and products may end at any time. With a mask or a bias a stage holds its words, too, and dS goes
-to memory as the gradient of the bias.
+to memory as the gradient of the bias. The warp that loads copies the words or computes them while
+Q and dO are in flight.
 
 A product of a warpgroup begins to read when its first warp issues it. It ends for all its warps at
 the same time, after the products before it. A run fails if nothing can proceed, if a stage of Q or
@@ -51,6 +52,7 @@ class Block:
         self.names = "qow" if kernel.masked else "qo"
         self.held = {name: [{} for _ in range(kernel.stages)] for name in self.names}
         self.reading = {name: [0] * kernel.stages for name in self.names}
+        self.made = [kernel.masked and rng.random() < 0.5 for _ in ragged]
         self.ds = [[None] * (GROUPS * WARPS) for _ in range(kernel.buffers)]
         self.reading_ds = [0] * kernel.buffers
         self.storing = 0  # stores of dS that still read it
@@ -68,21 +70,37 @@ class Block:
         )
 
     # ---- the loader ----
-    def lands(self, name, n, box, barrier):
+    def put(self, name, n, box):
         stage = n % self.k.stages
         if self.reading[name][stage]:
             raise Wrong(f"{name} is overwritten while it is read")
         self.held[name][stage][box] = n, self.ragged[n]
+
+    def lands(self, name, n, box, barrier):
+        self.put(name, n, box)
         barrier.land(BOX)
+
+    def copy(self, names, n, barrier):
+        for name in names:
+            for box in range(BOXES):
+                self.events.append((self.lands, name, n, box, barrier))
+                yield None
 
     def load(self, n, barrier):
         if self.k.broken != "loaded without empty":
             yield self.ring.is_empty(n)
-        barrier.arrive(len(self.names) * BOXES * BOX)
-        for name in self.names:
+        yield from self.copy("qo", n, barrier)
+        copied = "w" if self.k.masked and not self.made[n] else ""
+        early = self.k.broken == "announced before the words are made"
+        if early:
+            barrier.arrive((2 + len(copied)) * BOXES * BOX)
+        if self.made[n]:
             for box in range(BOXES):
-                self.events.append((self.lands, name, n, box, barrier))
+                self.put("w", n, box)
                 yield None
+        if not early:
+            barrier.arrive((2 + len(copied)) * BOXES * BOX)
+        yield from self.copy(copied, n, barrier)
 
     def load_tiles(self):
         parity = 0
@@ -227,6 +245,7 @@ BROKEN = {  # rule -> what may then go wrong first
     "released before dK": f"{OVERWRITTEN}|{OTHER}",
     "released before the words are read": f"{OVERWRITTEN}|{OTHER}",
     "the store not awaited": "dS is overwritten|other dS",
+    "announced before the words are made": f"{OVERWRITTEN}|{OTHER}",
 }
 
 
@@ -242,6 +261,59 @@ def test_one_buffer_of_ds_is_too_few():
     it."""
     with pytest.raises(Wrong, match="dS is overwritten|other dS"):
         schedules(replace(Kernel(), buffers=1), 4000, "one buffer")
+
+
+# ---- the parts of a tile of keys (join_parts of flash_attn_bwd_masked_sm90a.cu) ----
+class Parts:
+    """Every warp of a part stores its sums. One thread then counts the part, and the warps of the
+    part that counts last read the sums of all parts."""
+
+    def __init__(self, parts, broken, rng):
+        self.parts, self.broken, self.rng = parts, broken, rng
+        self.warps = GROUPS * WARPS
+        self.stored = [[False] * self.warps for _ in range(parts)]
+        self.counted, self.last, self.joined = 0, [None] * parts, 0
+        self.meeting = [Sync(made("BAR_CONSUMERS")) for _ in range(parts)]
+
+    def run(self):
+        agents = [self.warp(part, w) for part in range(self.parts) for w in range(self.warps)]
+        interleave(agents, [], self.rng)
+        assert self.joined == self.warps
+
+    def warp(self, part, w):
+        yield None
+        self.stored[part][w] = True
+        if self.broken != "counted before all have stored":
+            yield self.meeting[part].arrive()
+        if w == 0:
+            self.counted += 1
+            self.last[part] = self.counted == self.parts
+        if self.broken != "the count not awaited":
+            yield self.meeting[part].arrive()
+        if self.last[part] is None:
+            raise Wrong("a warp does not know whether its part is the last")
+        if self.last[part]:
+            for other in range(self.parts):
+                if not self.stored[other][w]:
+                    raise Wrong("sums are read before they are stored")
+                yield None
+            self.joined += 1
+
+
+def join(broken, count):
+    rng = random.Random(broken)
+    for _ in range(count):
+        Parts(rng.randint(2, 5), broken, rng).run()
+
+
+def test_the_last_part_reads_all_sums():
+    join("", SCHEDULES)
+
+
+@pytest.mark.parametrize("rule", ("counted before all have stored", "the count not awaited"))
+def test_a_broken_join_is_seen(rule):
+    with pytest.raises(Wrong, match="before they are stored|does not know"):
+        join(rule, 4000)
 
 
 # ---- the order of additions in deterministic kernels, over a grid ----

@@ -225,8 +225,9 @@ __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Seq
                      columns_in<32>(c.z - first, c.w - first));
         });
     } else {
-        /* only the words of this step's queries */
-        words_of_columns<Tile::BQ / 32>(
+        /* Only the words of this step's queries. Queries that see the first keys, and no others of
+         * these, have equal bits. */
+        words_of_columns<Tile::BQ / 32, true>(
             to_s,
             [&](int c, int r) {
                 if (i0 + c >= seq.seq_q) return 0u;
@@ -276,6 +277,14 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
     for (int n = 0; n < ((const volatile BwdWork &)w).tiles; ++n) {
         next_step<Tile>(x, w, at);
         ring.wait_empty(n);
+        if (laneid() == 0) { /* in flight while the words are computed */
+            const smem_addr to_s = x.again ? raw_s : ring.full(n);
+            load_panels<typename S::Q>(smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes, &x.q,
+                                       at[BwdPlace::ROW], at[BwdPlace::HEAD], w.b, to_s);
+            load_panels<typename S::O>(smem_s + S::O_AT + ring.stage(n) * S::O::bytes, &x.grad_out,
+                                       at[BwdPlace::ROW], at[BwdPlace::HEAD], w.b, to_s);
+        }
+        __syncwarp();
         if (at[BwdPlace::KIND] == GK_BLOCK_MADE) {
             smem_addr words_s = smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES;
             opaque(words_s); /* or it would stay in a register until the bulk copy below */
@@ -285,10 +294,6 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
         if (laneid() == 0) {
             const smem_addr to_s = x.again ? raw_s : ring.full(n);
             const int i0 = at[BwdPlace::ROW], kind = at[BwdPlace::KIND];
-            load_panels<typename S::Q>(smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes, &x.q, i0,
-                                       at[BwdPlace::HEAD], w.b, to_s);
-            load_panels<typename S::O>(smem_s + S::O_AT + ring.stage(n) * S::O::bytes, &x.grad_out,
-                                       i0, at[BwdPlace::HEAD], w.b, to_s);
             const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / BQ;
             const unsigned edge = kind == GK_BLOCK_FULL ? 0 : 2 + i0 % GK_MASK_TILE / 4;
             st_shared_128(
@@ -510,7 +515,7 @@ template <class Tile> BwdSplit split_of(const Bwd &g) {
 
 /* The workspace is that of flash_attn_bwd_sm90a. The counters of the second launch follow its
  * counters, then the mark, then the counts of parts for both launches, then the sums of parts. The
- * sums are not larger than dq_sum, because only units of 4,096 queries and more are cut. */
+ * sums are not larger than dq_sum, because only units of 4,000 rows and more are cut. */
 struct MaskedSpace {
     size_t counters, stored; /* bytes of each launch */
     size_t sums_at, bytes;   /* from the first counter; bytes of all */
