@@ -494,7 +494,31 @@ static struct {
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, dim, dim_v, tokens_q, tokens_k;
     check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k, out,
         lse, dq, dk, dv, dsinks, seed;
+    /* calls with a mask or a bias (check_cuda_attn_masks.h) */
+    bool scored;
+    gk_attn_scores scores;
+    const gk_tensor *dbias, *ddistance;
+    double most_bias; /* the largest finite |bias| */
 } f;
+
+/* The reference, with the call's mask and biases. Gradients of biases that are NULL are not
+ * computed. */
+static void ref_fwd(const gk_flash_attn_args *a) {
+    gk_flash_attn_masked_args all = {.fwd = *a, .scores = f.scores};
+    if (f.scored) all.fwd.size = sizeof all;
+    gk_ref_flash_attn_fwd(&ref_ctx, &all.fwd);
+}
+static void ref_bwd(const gk_flash_attn_bwd_args *a, const gk_tensor *dbias,
+                    const gk_tensor *ddistance) {
+    gk_flash_attn_masked_bwd_args all = {
+        .bwd = *a, .scores = f.scores, .dbias = dbias, .ddistance_bias = ddistance};
+    if (f.scored) all.bwd.size = sizeof all;
+    gk_ref_flash_attn_bwd(&ref_ctx, &all.bwd);
+}
+static void draw_scores(gk_dtype dtype, bool backward);
+static void fill_scores(void);
+static void expect_bias_gradients(const gk_flash_attn_bwd_args *exact, double most);
+static void size_bias_gradients(const gk_flash_attn_bwd_args *sizes);
 
 static int64_t draw_length(bool large) {
     int64_t kind = check_below(4);
@@ -547,7 +571,7 @@ static void modify(gk_attn_rules *r, int64_t i) {
     }
 }
 
-static void flash_draw(gk_dtype dtype, bool large, bool backward) {
+static void flash_draw(gk_dtype dtype, bool large, bool backward, bool scored) {
     const int64_t *h = PICK(heads);
     gk_flash_attn_args *a = &f.args.fwd;
     gk_attn_rules *r = &a->rules;
@@ -556,8 +580,13 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     gk_dtype stats = codes ? GK_F32 : gk_stats_dtype(dtype), out_dtype = codes ? PICK(outs) : dtype;
     /* 16-bit inputs may have float32 results, which are not rounded */
     const gk_dtype results_of =
-        gk_type_of(dtype)->bits == 16 && check_below(3) == 0 ? GK_F32 : dtype;
-    f.packed = check_below(3) == 0;
+        gk_type_of(dtype)->bits == 16 && check_below(3) == 0 && !(scored && backward) ? GK_F32
+                                                                                      : dtype;
+    f.packed = check_below(3) == 0 && !scored;
+    f.scored = scored;
+    f.most_bias = 0;
+    /* some masks and biases beside few rules, because fast kernels take no others */
+    const bool few = scored && check_below(4);
     f.tokens_first = check_below(2);
     f.heads_q = h[0];
     f.heads_kv = h[1];
@@ -567,8 +596,9 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
         f.batch = f.packed || check_below(50) ? 1 + check_below(3) : 0;
         f.seq_q = draw_length(large);
         f.seq_k = draw_length(large);
-    } while (f.batch * f.heads_q * f.seq_q * f.seq_k * (f.dim + f.dim_v) >
-             small_or(large ? 40000000 : 12000000, backward ? 40000000 : 100000000));
+    } while ((scored && f.batch * f.seq_q * f.seq_k == 0) ||
+             f.batch * f.heads_q * f.seq_q * f.seq_k * (f.dim + f.dim_v) >
+                 small_or(large ? 40000000 : 12000000, backward ? 40000000 : 100000000));
     f.args = (gk_flash_attn_bwd_args){.size = sizeof f.args, .fwd = {.size = sizeof f.args.fwd}};
     if (f.packed) {
         f.cu_q = make_cu_seqlens(f.seq_q, &f.tokens_q);
@@ -608,7 +638,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     check_set(&f.seed.t, 0, (double)check_below(1 << 30));
     check_set(&f.seed.t, 1, (double)check_below(3));
     mirror(&f.seed, "dropout_seed", false);
-    if (!codes && check_below(3) == 0) {
+    if (!codes && check_below(3) == 0 && !few) {
         a->dropout_p = check_below(2) ? 0.1 : 0.5;
         a->dropout_seed = &f.seed.t;
     }
@@ -626,7 +656,9 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     a->max_seqlen_k = f.seq_k + check_below(2) * 9;
     r->scale = 1 / sqrt((double)f.dim);
     r->window_left = r->window_right = -1;
-    for (int64_t n = check_below(6); n > 0; --n) modify(r, check_below(14));
+    for (int64_t n = few ? 0 : check_below(6); n > 0; --n) modify(r, check_below(14));
+    if (few && check_below(3) == 0) modify(r, 5); /* sinks */
+    if (few && check_below(3) == 0) modify(r, check_below(3));
     if (r->q_start)
         r->diagonal = 0;
     else if (!f.packed && r->is_causal && !r->alibi_slopes && check_below(20) == 0)
@@ -656,14 +688,20 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     say("dropout %g results %s ", a->dropout_p, gk_dtype_name(results_of));
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
     if (codes) return; /* flash_attn_fp8 adds more tensors */
+    if (scored) {
+        draw_scores(dtype, backward);
+        return;
+    }
     if (backward)
         TO_DEVICE(f.args);
     else
         TO_DEVICE(f.args.fwd);
 }
 
-static void fwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, false); }
-static void bwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, true); }
+static void fwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, false, false); }
+static void bwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, true, false); }
+static void masked_fwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, false, true); }
+static void masked_bwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, true, true); }
 
 /* Sets row `row` of every head of sequence b to NaN. Packed rows count from the tensor's first
  * row. */
@@ -715,7 +753,8 @@ static void poison_unseen(bool backward) {
 
 static double flash_max_logit(void) {
     const gk_attn_rules *r = &f.args.fwd.rules;
-    double most = 1 + fabs(r->scale) * check_longest_row(&f.q.t) * check_longest_row(&f.k.t);
+    double most =
+        1 + f.most_bias + fabs(r->scale) * check_longest_row(&f.q.t) * check_longest_row(&f.k.t);
     return r->alibi_slopes
                ? most + 0.3 * (double)(f.seq_q + f.seq_k + llabs((long long)r->diagonal))
                : most;
@@ -725,6 +764,7 @@ static void fwd_expect(void) {
     check_fill_normal(&f.q, 1);
     check_fill_normal(&f.k, 1);
     check_fill_normal(&f.v, 1);
+    if (f.scored) fill_scores();
     poison_unseen(false);
     double most = flash_max_logit();
     result *out = expected(&f.out, attn_loss(f.q.t.dtype, f.dim, most, (double)f.seq_k, 1.25));
@@ -738,10 +778,10 @@ static void fwd_expect(void) {
     check_tensor abs_v = check_map(&f.v, fabs);
     ref.v = abs_v.t;
     ref.out = out->size.t;
-    gk_ref_flash_attn_fwd(&ref_ctx, &ref); /* sum_j p_ij |v_j| */
+    ref_fwd(&ref); /* sum_j p_ij |v_j| */
     ref.v = f.v.t;
     ref.out = out->exact.t;
-    gk_ref_flash_attn_fwd(&ref_ctx, &ref);
+    ref_fwd(&ref);
 }
 
 static double minus_abs(double x) { return -fabs(x); }
@@ -769,9 +809,10 @@ static void bwd_expect(void) {
     check_fill_normal(&f.v, 1);
     check_fill_normal(&f.dout, 1);
     check_fill_normal(&f.dlse, 1);
+    if (f.scored) fill_scores();
     poison_unseen(true);
     /* rounded as a forward pass rounds it, because ref and kernels both start from it */
-    gk_ref_flash_attn_fwd(&ref_ctx, &f.args.fwd);
+    ref_fwd(&f.args.fwd);
     double most = flash_max_logit(),
            longest = (double)gk_max_i64(f.seq_k, f.seq_q * f.heads_q * f.batch);
     double loss = attn_loss(f.q.t.dtype, f.dim, most, longest + (double)f.dim_v, 2.5);
@@ -785,7 +826,8 @@ static void bwd_expect(void) {
     ref.dk = dk->exact.t;
     ref.dv = dv->exact.t;
     ref.dsinks = dsinks ? &dsinks->exact.t : NULL;
-    gk_ref_flash_attn_bwd(&ref_ctx, &ref);
+    ref_bwd(&ref, NULL, NULL);
+    if (f.scored) expect_bias_gradients(&ref, most);
     check_tensor dout = check_map(&f.dout, fabs), v = check_map(&f.v, fabs),
                  out = check_map(&f.out, minus_abs);
     check_tensor dlse = check_map(&f.dlse, fabs);
@@ -795,6 +837,7 @@ static void bwd_expect(void) {
     ref.dv = dv->size.t;
     if (ref.grad_lse) ref.grad_lse = &dlse.t;
     if (dsinks) ref.dsinks = &dsinks->size.t;
+    if (f.scored) size_bias_gradients(&ref);
     for (int side = 0; side < 2; ++side) {
         check_tensor q = widened(&f.q, side == 1), k = widened(&f.k, side == 0);
         check_tensor wide_dq = check_dense(GK_F64, q.t.ndim, q.t.shape),
@@ -803,7 +846,7 @@ static void bwd_expect(void) {
         ref.fwd.k = k.t;
         ref.dq = wide_dq.t;
         ref.dk = wide_dk.t;
-        gk_ref_flash_attn_bwd(&ref_ctx, &ref);
+        ref_bwd(&ref, NULL, NULL);
         check_tensor *size = side == 0 ? &dq->size : &dk->size;
         *size = side == 0 ? wide_dq : wide_dk;
         size->t.shape[size->t.ndim - 1] = f.dim;
@@ -1363,6 +1406,7 @@ static void weight_expect(void) {
 }
 
 #include "check_cuda_attn_fp8.h"
+#include "check_cuda_attn_masks.h"
 #include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
@@ -1402,7 +1446,15 @@ static const struct {
            {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
            {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect},
            {GK_OP_QUANTIZE, "quantize", quantize_draw, quantize_expect},
-           {GK_OP_DEQUANTIZE, "dequantize", dequantize_draw, dequantize_expect}};
+           {GK_OP_DEQUANTIZE, "dequantize", dequantize_draw, dequantize_expect},
+           {GK_OP_FLASH_ATTN_FWD, "flash_attn_masked_fwd", masked_fwd_draw, fwd_expect},
+           {GK_OP_FLASH_ATTN_BWD, "flash_attn_masked_bwd", masked_bwd_draw, bwd_expect}};
+
+/* Instances for a mask or a bias have entries of their own. */
+static bool belongs_to(int o, const gk_cuda_instance *row) {
+    const bool scored = strstr(row->name, "_masked_") || strstr(row->name, "_scores_");
+    return scored == (strstr(ops[o].name, "_masked_") != NULL);
+}
 
 /* Ops whose operands may both have 8 bits; the others have codes beside wider operands. */
 static bool takes_codes(gk_op op) {
@@ -1453,15 +1505,15 @@ static bool is_chosen(const char *name) {
     return named && chosen.num_rows++ % chosen.parts == chosen.part - 1;
 }
 
-/* The chosen instances of an op and dtype that this device runs. */
-static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, tested *to, int most) {
+/* The chosen instances of ops[o] and a dtype that this device runs. */
+static int rows_of(int o, gk_dtype dtype, int32_t arch, tested *to, int most) {
     int n = 0, num_tables;
-    const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
+    const gk_cuda_table *const *tables = gk_cuda_tables(ops[o].op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
         if (tables[t]->arch == 90 ? arch != 90 : arch < tables[t]->arch) continue;
         for (int r = 0; r < tables[t]->num_instances; ++r) {
             const gk_cuda_instance *row = &tables[t]->instances[r];
-            if (row->dtype != dtype || !is_chosen(row->name)) continue;
+            if (row->dtype != dtype || !belongs_to(o, row) || !is_chosen(row->name)) continue;
             if (n == most) abort();
             to[n++] = (tested){.row = row, .table = t};
         }
@@ -1534,11 +1586,9 @@ static void test_instances(int o, gk_dtype dtype, tested *rows, int num_rows, in
 }
 
 /* Instances that this program cannot test: those that add to the contents of out
- * (tests/ops/test_partial_attn.py), those for a mask or a bias
- * (tests/ops/test_flash_attn_masks_cuda.py), and those for latents in 8 bits
+ * (tests/ops/test_partial_attn.py), and those for latents in 8 bits
  * (tests/ops/test_latent_fp8.py). */
 static bool drawn_elsewhere(const gk_cuda_instance *row) {
-    if (strstr(row->name, "_masked_") || strstr(row->name, "_scores_")) return true;
     if (strstr(row->name, "latent_fp8") || strstr(row->name, "write_latent")) return true;
     return strncmp(row->name, "flash_attn_fwd_partial_plain", 28) == 0 &&
            gk_type_of(row->dtype)->bits > 16;
@@ -1594,7 +1644,7 @@ int main(int argc, char **argv) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
             if (gk_is_code(dtypes[d]) && !takes_codes(ops[o].op)) continue;
             tested rows[256];
-            int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
+            int n = rows_of(o, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
             test_instances(o, dtypes[d], rows, n, problems);
             chosen.tested += n;

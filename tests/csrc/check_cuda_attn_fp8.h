@@ -24,7 +24,7 @@ static check_tensor fp8_scales(int ndim, int64_t num_heads, int64_t tokens, doub
 
 static void attn_fp8_draw(gk_dtype dtype, bool large) {
     if (dtype != GK_E4M3) return; /* other dtypes have no instance */
-    flash_draw(dtype, large, false);
+    flash_draw(dtype, large, false, false);
     const int form = check_below(3) ? (int)check_below(4) : 2 + (int)check_below(2);
     const int64_t mean[3] = {f.batch, f.heads_kv, f.dim_v}, by_batch = check_below(2);
     gk_flash_attn_fp8_args *a = &e8.args;
