@@ -275,8 +275,8 @@ def on_cpu(x):
 
 
 def served(dims, device):
-    """Head dims that the device supports: on CUDA rounded up to multiples of 8, up to 256."""
-    return dims if device == "cpu" else tuple(min(256, -(-d // 8) * 8) for d in dims)
+    """Head dims that the device supports: on CUDA rounded up to multiples of 8."""
+    return dims if device == "cpu" else tuple(-(-d // 8) * 8 for d in dims)
 
 
 def as_dtype(x, dtype):

@@ -34,7 +34,7 @@ static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, g
     GK_TRY(gk_take(io, "q", q, GK_DENSE_LAST));
     GK_TRY(is_fp8 ? gk_check_dtype(io, "q", q, GK_E4M3) : gk_check_float(io, "q", q));
     GK_TRY(gk_check_dims("q", q, x->ndim, x->q));
-    GK_TRY(gk_check_head_dim("q", ctx->device, q->shape[last]));
+    GK_TRY(gk_check_head_dim("q", ctx->device, q, q->shape[last]));
     GK_TRY(gk_take(io, "k", k, GK_DENSE_LAST));
     GK_TRY(gk_check_same_dtype(io, "k", k, "q", q));
     GK_TRY(gk_check_dims("k", k, x->ndim, x->k));
@@ -47,7 +47,7 @@ static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, g
     if (x == &dense) GK_TRY(gk_check_same("v", "batch size", v->shape[0], "k", k->shape[0]));
     GK_TRY(gk_check_same("v", "heads", v->shape[1], "k", k->shape[1]));
     GK_TRY(gk_check_same("v", "length", v->shape[x->tokens], "k", k->shape[x->tokens]));
-    GK_TRY(gk_check_head_dim("v", ctx->device, v->shape[last]));
+    GK_TRY(gk_check_head_dim("v", ctx->device, v, v->shape[last]));
     GK_TRY(gk_check_tokens("q", ctx, q->shape[x->tokens]));
     return gk_check_tokens("k", ctx, k->shape[x->tokens]);
 }

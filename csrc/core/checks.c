@@ -336,20 +336,23 @@ static gk_status refuse_head_dim(const char *name, gk_device device, int64_t d, 
                    (long long)most);
 }
 
-static int64_t most_head_dim(gk_device device) { return device == GK_CUDA ? 256 : 512; }
+enum {
+    MOST_HEAD_DIM = 512, /* of flash_attn */
+    MOST_CODES_DIM = 256 /* of flash_attn on CUDA if q, k and v are e4m3 codes */
+};
 
 bool gk_serves_head_dim(gk_device device, int64_t d) {
-    return head_dim_fits(device, d, most_head_dim(device));
+    return head_dim_fits(device, d, MOST_HEAD_DIM);
 }
 
-gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d) {
-    if (gk_serves_head_dim(device, d)) return GK_OK;
-    if (device == GK_CUDA && head_dim_fits(device, d, GK_CACHE_HEAD_DIM))
+gk_status gk_check_head_dim(const char *name, gk_device device, const gk_tensor *t, int64_t d) {
+    if (device == GK_CUDA && gk_is_code(t->dtype) && !head_dim_fits(device, d, MOST_CODES_DIM) &&
+        gk_serves_head_dim(device, d))
         return gk_fail(GK_ERR_UNSUPPORTED,
-                       "%s has head_dim %lld; supported on CUDA are multiples of 8 from 8 to %lld; "
-                       "wider heads run on the CPU, or without gradients in paged_attn",
-                       name, (long long)d, (long long)most_head_dim(device));
-    return refuse_head_dim(name, device, d, most_head_dim(device));
+                       "%s has head_dim %lld; supported on CUDA for float8_e4m3fn are multiples of "
+                       "8 from 8 to %d; pass bfloat16 or float16",
+                       name, (long long)d, MOST_CODES_DIM);
+    return gk_serves_head_dim(device, d) ? GK_OK : refuse_head_dim(name, device, d, MOST_HEAD_DIM);
 }
 
 gk_status gk_check_cache_head_dim(const char *name, gk_device device, int64_t d) {

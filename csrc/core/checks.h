@@ -87,7 +87,8 @@ gk_result *gk_give(gk_io *io, const char *name, const gk_tensor *given, gk_dtype
 gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, int64_t batch,
                          int64_t heads_q);
 gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv);
-gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d);
+/* t: the tensor whose last dimension is d; its dtype decides, too. */
+gk_status gk_check_head_dim(const char *name, gk_device device, const gk_tensor *t, int64_t d);
 /* The same for q and the caches of paged_attn, whose head_dim may be up to GK_CACHE_HEAD_DIM. */
 gk_status gk_check_cache_head_dim(const char *name, gk_device device, int64_t d);
 gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n);

@@ -74,7 +74,7 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
 
 def skip_unserved(dims, device):
     if device == "cuda" and served(dims, device) != tuple(dims):
-        pytest.skip("CUDA serves multiples of 8 up to 256")
+        pytest.skip("CUDA serves multiples of 8")
 
 
 def drawn(key, case, device, batch=2):

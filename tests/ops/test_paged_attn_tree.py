@@ -201,7 +201,7 @@ def test_values(case, device):
 def test_head_dims(case, device):
     if device == "cuda" and any(d % 8 for d in case.dims):
         pytest.skip("CUDA serves multiples of 8 up to 576")
-    if max(case.dims) > (256 if device == "cuda" else 512) and "alibi" in case.mods:
+    if max(case.dims) > 512 and "alibi" in case.mods:
         pytest.skip("refused: test_what_is_refused")
     gen = generator("tree dims", case.id)
     paged = make(case.id, case.batch, case.heads, case.dims, case.block_size, case.dtype, device)

@@ -20,7 +20,8 @@ memory-efficient and its cuDNN kernel for masked calls. A row whose keys are all
 does a row whose mask is the lowest finite number for every key; PyTorch averages the values there.
 
 A call that gpukern does not serve goes to PyTorch's own kernel with the original arguments: a debug
-mask, a mask with dropout, or shapes or dtypes beyond gpukern's kernels.
+mask, a mask with dropout, on CUDA a head_dim above 256, or shapes or dtypes beyond gpukern's
+kernels.
 
 PyTorch chooses the kernel first. These calls never get here: calls without a mask that it sends to
 cuDNN or its memory-efficient kernel, all calls of its math kernel, and the inference fast path of
@@ -138,6 +139,9 @@ _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 _serves_head_dim = functools.cache(ops.serves_head_dim.default)
+# On CUDA PyTorch sends calls with a wider head_dim here only if they have a mask. Gpukern has no
+# tensor core kernel for these, so PyTorch's own kernel is faster.
+_MOST_ON_CUDA = 256
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
@@ -156,6 +160,8 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
         # With different lengths, PyTorch's CUDA kernel aligns causal masks to the bottom right.
         # SDPA never makes such calls.
         if is_causal and of_q[2] != of_k[2]:
+            return False
+        if max(of_q[3], of_v[3]) > _MOST_ON_CUDA:
             return False
     return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
 

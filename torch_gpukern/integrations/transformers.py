@@ -526,6 +526,7 @@ def _attention(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise _refuse(what, _EAGER)
+    _check_head_dim(query, value)
     rules = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if s_aux is not None:
         rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(stats_dtype(query))
@@ -596,6 +597,22 @@ def _attention(
         **rules,
     )
     return out.transpose(1, 2), None
+
+
+_WIDE = 256
+
+
+def _check_head_dim(query: Tensor, value: Tensor) -> None:
+    """Refuses calls on CUDA for which gpukern has a plain kernel only and PyTorch has products on
+    tensor cores or a tuned gemm."""
+    head_dim = max(query.shape[-1], value.shape[-1])
+    if query.is_cuda and head_dim > _WIDE and query.element_size() > 2:
+        dtype = str(query.dtype).removeprefix("torch.")
+        raise _refuse(
+            f"{dtype} with head_dim {head_dim} on CUDA, where gpukern is not tuned for more than "
+            f"{_WIDE} in that dtype",
+            "load the model in bfloat16 or float16, or " + _SDPA,
+        )
 
 
 def _is_matrix(mask: Any) -> bool:

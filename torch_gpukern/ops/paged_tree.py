@@ -35,7 +35,7 @@ from .op import Op
 
 __all__ = ["Tree"]
 
-_MAX_HEAD_DIM = {"cuda": 256}  # of flash_attn; 512 on the CPU
+_MAX_HEAD_DIM = 512  # of flash_attn
 
 
 class _Tokens(NamedTuple):
@@ -354,11 +354,10 @@ def _with_alibi(
             "paged_attn: alibi_slopes is given with attn_mask and batch_invariant; flash_attn, "
             "which then serves the new tokens, is not batch-invariant: leave out one of the three"
         )
-    most = _MAX_HEAD_DIM.get(q.device.type, 512)
     for head_dim in (q.shape[2], given["v_cache"].shape[3]):
         _require(
-            head_dim <= most,
-            lambda: f"with alibi_slopes needs a head_dim of at most {most} on {q.device.type}",
+            head_dim <= _MAX_HEAD_DIM,
+            lambda: f"with alibi_slopes needs a head_dim of at most {_MAX_HEAD_DIM}",
         )
     if slopes.dim() == 2:
         slopes = slopes[sequence]

@@ -12,7 +12,7 @@
  * Work split: a warp for each row or key and head. While scores are computed, a lane holds one of
  * 32 keys (or rows); while they are added up, it holds columns. The order of sums is fixed, so
  * results are deterministic; there are no atomics. Shared memory: each warp's own row of both
- * operands, Pair<W>. Loads go through L1 without a pipeline.
+ * operands, Pair<W, DIM>. Loads go through L1 without a pipeline.
  *
  * These kernels are not tuned for speed. Other kernels take 16-bit and float32 calls with aligned
  * rows. Served here only: float32 with dropout, a mask or biases, and deterministic calls with a
@@ -28,7 +28,9 @@
 
 namespace {
 
-constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, COLUMNS = 256, PER_LANE = COLUMNS / 32;
+/* NARROW, WIDE: the largest head_dims of the two instances of each kernel. checks.c lets no larger
+ * one through. */
+constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, NARROW = 256, WIDE = 512;
 
 struct BwdPlain : Dropping<Bwd> {
     Scores scores;
@@ -41,8 +43,8 @@ struct BwdPlain : Dropping<Bwd> {
 
 /* A row of q or k, and the row of grad_out or v that belongs to it. All lanes read the same
  * element, so there are no bank conflicts. */
-template <class W> struct Pair {
-    W left[COLUMNS], right[COLUMNS];
+template <class W, int DIM> struct Pair {
+    W left[DIM], right[DIM];
 };
 
 template <class T, class W>
@@ -50,15 +52,17 @@ __device__ __forceinline__ void load_row(W *to_s, const T *row_g, int n, int lan
     for (int d = lane; d < n; d += 32) to_s[d] = to_acc(row_g[d]);
 }
 
-template <class T, class W>
-__device__ __forceinline__ void add_scaled(W *sum, W x, const T *row_g, int n, int lane) {
+template <class T, class W, int PER_LANE>
+__device__ __forceinline__ void add_scaled(W (&sum)[PER_LANE], W x, const T *row_g, int n,
+                                           int lane) {
 #pragma unroll
     for (int c = 0; c < PER_LANE; ++c)
         if (lane + c * 32 < n) sum[c] += x * to_acc(row_g[lane + c * 32]);
 }
 
-template <class T, class W>
-__device__ __forceinline__ void store_row(T *to_g, const W *sum, W factor, int n, int lane) {
+template <class T, class W, int PER_LANE>
+__device__ __forceinline__ void store_row(T *to_g, const W (&sum)[PER_LANE], W factor, int n,
+                                          int lane) {
 #pragma unroll
     for (int c = 0; c < PER_LANE; ++c)
         if (lane + c * 32 < n) to_g[lane + c * 32] = from_acc<T>(sum[c] * factor);
@@ -109,13 +113,13 @@ __device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk
 }
 
 /* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
-/* SCORES: the call has a mask or biases. Such calls have an instance of their own, so that other
+/* DIM: the largest head_dim. SCORES: the call has a mask or biases. Such calls have an instance of their own, so that other
  * calls do not pay for the tests. */
-template <class T, class Grad, bool SCORES>
+template <class T, class Grad, int DIM, bool SCORES>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
     bwd_plain_dq_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
-    __shared__ Pair<W> rows_s[WARPS_PLAIN];
+    __shared__ Pair<W, DIM> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     take_task<true>(g, [&](int head, int b, const int &i, const Sequence &s) {
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
         const W *stat = (const W *)g.stats + (at * g.tile_rows + i) * 2;
         const W lse = stat[0], delta = stat[1];
         const int lo = s.span.lo(i), hi = s.span.hi(i), kv_head = head / p.group;
-        W sum[PER_LANE] = {};
+        W sum[DIM / 32] = {};
         if (lo < hi && lse != INFINITY) {
             const int64_t row = s.q0 + i;
             load_row((W *)rows_s[warp].left,
@@ -179,15 +183,15 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
 }
 
 /* ---- 2. dk, dv: a warp for each key ---------------------------------------------------------- */
-template <class T, class Grad, bool SCORES>
+template <class T, class Grad, int DIM, bool SCORES>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     bwd_plain_dkv_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
-    __shared__ Pair<W> rows_s[WARPS_PLAIN];
+    __shared__ Pair<W, DIM> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     take_task<false>(g, [&](int kv_head, int b, const int &j, const Sequence &s) {
-        W sum_k[PER_LANE] = {}, sum_v[PER_LANE] = {};
+        W sum_k[DIM / 32] = {}, sum_v[DIM / 32] = {};
         const int i_lo = s.span.row_lo(j), i_hi = s.span.row_hi(j, s.seq_q);
         if (j >= s.span.key_lo && j < s.span.key_hi && i_lo < i_hi) {
             const int64_t key = s.k0 + j;
@@ -415,22 +419,29 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const int64_t rows_k = p.cu_q ? p.total_k : (int64_t)p.batch * p.seq_k;
     const dim3 blocks_q((unsigned)blocks_of(rows_q, p.heads_q)),
         blocks_k((unsigned)blocks_of(rows_k, p.heads_kv));
-    const auto both = [&](auto has_scores) {
+    const auto both = [&](auto has_scores, auto is_wide) {
         constexpr bool SCORES = decltype(has_scores)::value;
+        constexpr int DIM = decltype(is_wide)::value ? WIDE : NARROW;
         if (status == GK_OK)
-            status = launch<bwd_plain_dq_kernel<T, Grad, SCORES>>("gk_flash_attn_bwd", ctx,
-                                                                  blocks_q, WARPS_PLAIN * 32, 0, g);
+            status = launch<bwd_plain_dq_kernel<T, Grad, DIM, SCORES>>(
+                "gk_flash_attn_bwd", ctx, blocks_q, WARPS_PLAIN * 32, 0, g);
         if (status == GK_OK)
-            status = launch<bwd_plain_dkv_kernel<T, Grad, SCORES>>(
+            status = launch<bwd_plain_dkv_kernel<T, Grad, DIM, SCORES>>(
                 "gk_flash_attn_bwd", ctx, blocks_k, WARPS_PLAIN * 32, 0, g);
+    };
+    const auto at_dim = [&](auto has_scores) {
+        if (max(p.head_dim, p.head_dim_v) > NARROW)
+            both(has_scores, Bool<true>());
+        else
+            both(has_scores, Bool<false>());
     };
     /* Float32 gradients of 16-bit operands are requested for parts of a longer sequence only. Such
      * calls have neither masks nor biases. */
     constexpr bool MAY = sizeof(T) == sizeof(Grad);
     if (MAY && scores)
-        both(Bool<MAY>());
+        at_dim(Bool<MAY>());
     else
-        both(Bool<false>());
+        at_dim(Bool<false>());
     if constexpr (MAY) {
         if (status == GK_OK && dbias)
             status = launch<bwd_plain_dbias_kernel<T>>(

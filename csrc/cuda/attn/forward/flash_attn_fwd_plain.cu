@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_plain: attention with one warp a row, for what the tiled kernels refuse: float64,
- * rows that are not aligned to 16 bytes, and float32 with dropout, a mask or biases. The kernel, in
+ * rows that are not aligned to 16 bytes, float32 with dropout, a mask or biases, and a head_dim
+ * above 256 that flash_attn_fwd_wide_sm90a does not serve. The kernel, in
  * fwd_plain.cuh, takes every dtype and modifier, dense and packed. Here is also the kernel that
  * computes single rows again after the tiled kernels with masks (fwd_mend.cuh). */
 #include "fwd_mend.cuh"
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     const int tile = blockIdx.x % x.tiles, rest = blockIdx.x / x.tiles,
               heads = x.plain.problem.heads_q;
     for (int group = tile * x.tile_rows / WARPS; group < (tile + 1) * x.tile_rows / WARPS; ++group)
-        attend_rows<T, false, true, true>(x.plain, group, rest % heads, rest / heads);
+        attend_rows<T, NARROW, false, true, true>(x.plain, group, rest % heads, rest / heads);
 }
 
 template <class T>

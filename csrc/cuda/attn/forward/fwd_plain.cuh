@@ -13,7 +13,7 @@
  *
  * Work split: a block takes WARPS rows of one head. A step takes 32 keys. For the scores a lane
  * owns one key; for the values it owns columns lane, lane + 32, and so on. Shared memory: q of each
- * warp, [WARPS][256].
+ * warp, [WARPS][DIM]. There are instances of the kernel for DIM 256 and 512.
  *
  * This kernel is not tuned for speed. */
 #ifndef GPUKERN_CUDA_FWD_PLAIN_CUH
@@ -30,8 +30,8 @@ namespace {
 
 /* warps share nothing, so any block size that fills an SM serves */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
-constexpr int MAX_DIM = 256;       /* the largest head_dim that dispatch.c lets through */
-constexpr int COLS = MAX_DIM / 32; /* columns of a lane */
+/* The largest head_dims of the two instances. checks.c lets no larger one through. */
+constexpr int NARROW = 256, WIDE = 512;
 
 struct Params {
     Problem problem;
@@ -50,13 +50,14 @@ template <class T> struct OutOf<T, true> {
     typedef typename element<T>::acc type;
 };
 
-/* Computes the rows of a group, one for each warp. SCORES: the call has a mask or biases
- * (../scores.cuh). MEND: computes a row only if the row in out is not finite. */
-template <class T, bool PARTIAL, bool SCORES, bool MEND>
+/* Computes the rows of a group, one for each warp. DIM: the largest head_dim. SCORES: the call has
+ * a mask or biases (../scores.cuh). MEND: computes a row only if the row in out is not finite. */
+template <class T, int DIM, bool PARTIAL, bool SCORES, bool MEND>
 __device__ __forceinline__ void attend_rows(const Params &params, int group, int head, int b) {
     typedef typename element<T>::acc W;
     typedef typename OutOf<T, PARTIAL>::type Out;
-    __shared__ W q_all_s[WARPS][MAX_DIM];
+    constexpr int COLS = DIM / 32; /* columns of a lane */
+    __shared__ W q_all_s[WARPS][DIM];
     const Problem &p = params.problem;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int i = group * WARPS + warp;
@@ -153,17 +154,22 @@ __device__ __forceinline__ void attend_rows(const Params &params, int group, int
         ((W *)p.lse.data)[lse_at] = total == 0 ? (W)-INFINITY : softmax.peak + log(total);
 }
 
-template <class T, bool PARTIAL, bool SCORES>
-__global__ void __launch_bounds__(THREADS, SCORES && sizeof(T) == 8 ? 3 : 4)
+/* The number of blocks on an SM that leaves enough registers, so that nothing spills. */
+template <class T, int DIM, bool SCORES> constexpr int resident() {
+    return sizeof(T) < 8 ? 4 : DIM > NARROW ? 2 : SCORES ? 3 : 4;
+}
+
+template <class T, int DIM, bool PARTIAL, bool SCORES>
+__global__ void __launch_bounds__(THREADS, (resident<T, DIM, SCORES>()))
     flash_attn_fwd_plain_kernel(Params params) {
     const int group = blockIdx.x % params.groups, rest = blockIdx.x / params.groups;
-    attend_rows<T, PARTIAL, SCORES, false>(params, group, rest % params.problem.heads_q,
-                                           rest / params.problem.heads_q);
+    attend_rows<T, DIM, PARTIAL, SCORES, false>(params, group, rest % params.problem.heads_q,
+                                                rest / params.problem.heads_q);
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------- */
 template <class T, bool PARTIAL = false> int blocks_an_sm() {
-    return blocks_per_sm<flash_attn_fwd_plain_kernel<T, PARTIAL, false>>(THREADS, 0);
+    return blocks_per_sm<flash_attn_fwd_plain_kernel<T, NARROW, PARTIAL, false>>(THREADS, 0);
 }
 
 bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
@@ -179,14 +185,22 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     return gk_grid_fits(to->tasks);
 }
 
+template <class T, int DIM, bool PARTIAL>
+gk_status attend(const gk_context *ctx, const Params &x, dim3 blocks) {
+    static const char op[] = "gk_flash_attn_fwd";
+    return x.scores.any ? launch<flash_attn_fwd_plain_kernel<T, DIM, PARTIAL, true>>(
+                              op, ctx, blocks, THREADS, 0, x)
+                        : launch<flash_attn_fwd_plain_kernel<T, DIM, PARTIAL, false>>(
+                              op, ctx, blocks, THREADS, 0, x);
+}
+
 template <class T, bool PARTIAL = false>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
     const dim3 blocks((unsigned)plan->tasks);
-    const gk_status status = x.scores.any ? launch<flash_attn_fwd_plain_kernel<T, PARTIAL, true>>(
-                                                "gk_flash_attn_fwd", ctx, blocks, THREADS, 0, x)
-                                          : launch<flash_attn_fwd_plain_kernel<T, PARTIAL, false>>(
-                                                "gk_flash_attn_fwd", ctx, blocks, THREADS, 0, x);
+    const bool wide = max(x.problem.head_dim, x.problem.head_dim_v) > NARROW;
+    const gk_status status =
+        wide ? attend<T, WIDE, PARTIAL>(ctx, x, blocks) : attend<T, NARROW, PARTIAL>(ctx, x, blocks);
     return status == GK_OK ? clear_unowned<typename OutOf<T, PARTIAL>::type>("gk_flash_attn_fwd",
                                                                              ctx, x.problem)
                            : status;
