@@ -72,6 +72,7 @@ enum {
     X(flash_attn_fwd_scores_sm80, SCORES, SCORES | DROPS | PARTIAL) \
     X(flash_attn_fwd_partial_sm90a, PARTIAL, PARTIAL)               \
     X(flash_attn_fwd_sm90a, 0, PARTIAL)                             \
+    X(flash_attn_fwd_wide_sm90a, 0, PARTIAL)                        \
     X(flash_attn_fwd_sm80, 0, PARTIAL)                              \
     X(flash_attn_fwd_drop_sm80, DROPS, DROPS | PARTIAL)             \
     X(flash_attn_fwd_simt, 0, PARTIAL)                              \
@@ -129,6 +130,7 @@ NONE(flash_attn_fp8_sm90a)
 NONE(flash_attn_fwd_masked_sm90a)
 NONE(flash_attn_fwd_partial_sm90a)
 NONE(flash_attn_fwd_sm90a)
+NONE(flash_attn_fwd_wide_sm90a)
 NONE(paged_attn_sm90a)
 NONE(paged_latent_sm90a)
 NONE(paged_prefill_relay_sm90a)
