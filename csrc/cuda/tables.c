@@ -86,6 +86,7 @@ enum {
     X(flash_attn_bwd_sm80, 0, 0)                          \
     X(flash_attn_bwd_drop_sm80, DROPS, DROPS)             \
     X(flash_attn_bwd_simt, 0, 0)                          \
+    X(flash_attn_bwd_gemms, 0, 0)                         \
     X(flash_attn_bwd_plain, 0, DROPS | SCORES)            \
     X(flash_attn_bwd_partial_sm90a, PARTIAL, PARTIAL)     \
     X(flash_attn_bwd_partial_sm80, PARTIAL, PARTIAL)      \

@@ -592,6 +592,10 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward, bool scored) {
     f.heads_kv = h[1];
     f.dim = draw_dim();
     f.dim_v = check_below(4) ? f.dim : draw_dim();
+    if (check_below(5) == 0) { /* above 256 */
+        f.dim = check_below(2) ? 512 : 8 * (33 + check_below(32));
+        if (check_below(4)) f.dim_v = f.dim;
+    }
     do {
         f.batch = f.packed || check_below(50) ? 1 + check_below(3) : 0;
         f.seq_q = draw_length(large);

@@ -10,9 +10,9 @@
 #include <stdint.h>
 
 /* flash_attn_fwd_wide_sm90a: a tile of flash_attn_fwd_sm90a with all columns of q and k, and 256
- * columns of v and out, because O of 512 columns would take 256 registers a thread. Q takes 128 KiB.
- * Two stages of 32 keys take the 96 KiB that are left. One stage of 64 keys would fit as well, but
- * then K of the next block could not be loaded while this one is multiplied. */
+ * columns of v and out, because O of 512 columns would take 256 registers a thread. Q takes 128
+ * KiB. Two stages of 32 keys take the 96 KiB that are left. One stage of 64 keys would fit as well,
+ * but then K of the next block could not be loaded while this one is multiplied. */
 struct FwdHopper512 {
     static constexpr int HEAD_DIM = 512, HEAD_DIM_V = 256, WARPGROUPS = 2, BKV = 32, STAGES = 2,
                          Q_BUFFERS = 1;
@@ -20,14 +20,15 @@ struct FwdHopper512 {
     static constexpr bool OVERLAP = true;
 };
 
-/* flash_attn_bwd_gemms: the largest number of bytes of scores and gradients of scores that are in
- * memory at a time. A head of 8k x 8k pairs takes 0.8 GiB. */
+/* flash_attn_bwd_gemms: the largest number of bytes of scores, weights and their gradients that are
+ * in memory at a time. A head of 8k x 8k pairs takes 0.38 GiB. */
 constexpr int64_t BWD_GEMMS_BYTES = INT64_C(1) << 30;
-/* With a causal mask or a window, a chunk has this many rows of queries at most, so that the keys
- * which no row of the chunk sees need no product: of 8k x 8k pairs, 0.56 are computed and 0.5 are
- * needed. Chunks of fewer rows make products that fill the GPU less well. */
-constexpr int BWD_GEMMS_ROWS = 1024;
-/* Threads of the kernels between the products; a thread takes 4 pairs. */
+/* Rows of queries of a chunk, and keys of a block. Under a causal mask, 0.63 of 8k x 8k pairs are
+ * computed with 2048, and 0.5 are needed. With 1024 it would be 0.56, but the 16 tiles of a product
+ * for dK would not fill the GPU. The least number serves long sequences, whose chunks would
+ * otherwise take more than BWD_GEMMS_BYTES. */
+constexpr int BWD_GEMMS_ROWS = 2048, BWD_GEMMS_LEAST_ROWS = 128;
+/* Threads of the kernels between the products; a thread takes 4 pairs at a time. */
 constexpr int BWD_GEMMS_THREADS = 256;
 
 #endif

@@ -29,8 +29,7 @@ void take_columns(gk_tensor *t, int64_t col, int64_t columns) {
 template <class Tile> gk_flash_attn_args columns_of(const gk_flash_attn_args *a, int64_t col) {
     gk_flash_attn_args part = *a;
     part.size = sizeof part; /* without the fields of longer structs, which this kernel refuses */
-    const int64_t columns =
-        gk_min_i64(a->v.shape[a->v.ndim - 1] - col, (int64_t)Tile::HEAD_DIM_V);
+    const int64_t columns = gk_min_i64(a->v.shape[a->v.ndim - 1] - col, (int64_t)Tile::HEAD_DIM_V);
     take_columns(&part.v, col, columns);
     take_columns(&part.out, col, columns);
     if (col > 0) part.lse.data = NULL;

@@ -188,10 +188,11 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
 template <class T, int DIM, bool PARTIAL>
 gk_status attend(const gk_context *ctx, const Params &x, dim3 blocks) {
     static const char op[] = "gk_flash_attn_fwd";
-    return x.scores.any ? launch<flash_attn_fwd_plain_kernel<T, DIM, PARTIAL, true>>(
-                              op, ctx, blocks, THREADS, 0, x)
-                        : launch<flash_attn_fwd_plain_kernel<T, DIM, PARTIAL, false>>(
-                              op, ctx, blocks, THREADS, 0, x);
+    return x.scores.any
+               ? launch<flash_attn_fwd_plain_kernel<T, DIM, PARTIAL, true>>(op, ctx, blocks,
+                                                                            THREADS, 0, x)
+               : launch<flash_attn_fwd_plain_kernel<T, DIM, PARTIAL, false>>(op, ctx, blocks,
+                                                                             THREADS, 0, x);
 }
 
 template <class T, bool PARTIAL = false>
@@ -199,8 +200,8 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) 
     const Params &x = gk_own<Params>(plan);
     const dim3 blocks((unsigned)plan->tasks);
     const bool wide = max(x.problem.head_dim, x.problem.head_dim_v) > NARROW;
-    const gk_status status =
-        wide ? attend<T, WIDE, PARTIAL>(ctx, x, blocks) : attend<T, NARROW, PARTIAL>(ctx, x, blocks);
+    const gk_status status = wide ? attend<T, WIDE, PARTIAL>(ctx, x, blocks)
+                                  : attend<T, NARROW, PARTIAL>(ctx, x, blocks);
     return status == GK_OK ? clear_unowned<typename OutOf<T, PARTIAL>::type>("gk_flash_attn_fwd",
                                                                              ctx, x.problem)
                            : status;

@@ -1,0 +1,474 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_bwd_gemms: the gradients of attention as products of gemm, with the scores in memory,
+ * for head_dim, of q or of v, from 257 to 512. The equations are in bwd.cuh. For a chunk of rows of
+ * queries, and then for the keys:
+ *
+ *  1. S = Q K^T        float32, gemm
+ *  2. dP = dO V^T      float32, gemm
+ *  3. P = exp(score(S) - lse), dS = P (dP - delta) cap'       16 bits, pairs_kernel; 0 if hidden
+ *  4. dQ = scale dS K                                         gemm
+ *  5. dV = P^T dO, dK = scale dS^T Q    gemm, summed over the query heads of a kv head in float32
+ *
+ * q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv] of 16 bits, with rows that begin at
+ * multiples of 16 bytes; dq, dk, dv likewise. The pre-pass (flash_attn_bwd_pre.cu) makes lse and
+ * delta of each row.
+ *
+ * Work split: a piece is one query head of each of `heads` kv heads, and `rows` rows of queries:
+ * all rows, unless a head alone takes more than BWD_GEMMS_BYTES. Steps 1 to 4 run for chunks of
+ * `chunk` rows of a piece, with the keys that some row of the chunk sees. Step 5 runs for blocks of
+ * `chunk` keys, with the chunks of rows that see one of them. Neighbouring blocks that have the
+ * same rows share a product. Results follow from shapes alone, in a fixed order of sums.
+ *
+ * Keys that no row sees, and rows that see no key, may hold anything, also NaN, and 0 times NaN is
+ * NaN. If there may be such keys or rows, the operands are copied first, with zeros in their place,
+ * and the products take all pairs.
+ *
+ * Workspace: stats (bwd.cuh); two float32 sums of dK and of dV for a piece's kv heads, since a
+ * product must not write what it adds to; copies of q, grad_out, k, v; P and dS [heads, rows, ld]
+ * 16 bits; S and dP [heads, chunk, ld] float32; the products' own. The products are planned again
+ * at run time: the workspace's address is unknown while planning.
+ *
+ * Not handled: packed calls, dropout, a mask, biases, float32 gradients, rows that are not aligned,
+ * and so many keys that the chunk of one head exceeds BWD_GEMMS_BYTES. flash_attn_bwd_plain and
+ * flash_attn_bwd_partial_plain serve those. */
+#include "../../product/inner_gemm.cuh"
+#include "../wide_tiles.h"
+#include "bwd.cuh"
+
+namespace {
+
+constexpr const char *OP = "gk_flash_attn_bwd";
+constexpr int THREADS = BWD_GEMMS_THREADS;
+
+/* ---- 1. P and dS of a chunk ------------------------------------------------------------------ */
+struct PairsParams {
+    Bwd g;
+    const float *s, *dp;            /* [heads, chunk, ld] */
+    void *weights, *ds;             /* [heads, rows, ld], from the chunk's first row on */
+    int64_t ld, from_head, to_head; /* strides */
+    int b, head0, head_step;        /* the query heads of the chunk */
+    int i0;                         /* the chunk's first row */
+    int col0, col1;                 /* columns to write, multiples of 4 */
+};
+
+/* Grid: x = rows of the chunk, y = heads. */
+template <class T>
+__global__ void __launch_bounds__(THREADS) pairs_kernel(const __grid_constant__ PairsParams x) {
+    const Problem &p = x.g.p;
+    const int row = blockIdx.x, n = blockIdx.y, i = x.i0 + row, head = x.head0 + n * x.head_step;
+    const Sequence seq = sequence_of(p, x.b);
+    const Score score = score_of<float>(p, seq, x.b, head);
+    const int64_t tile = (int64_t)head * x.g.row_tiles + row_tile_of(x.g, seq, x.b);
+    const float *stat = (const float *)x.g.stats + (tile * x.g.tile_rows + i) * 2;
+    const float lse = stat[0], delta = stat[1];
+    const bool alive = lse != INFINITY;
+    const int lo = alive ? seq.span.lo(i) : 0, hi = alive ? seq.span.hi(i) : 0;
+    const float *s_g = x.s + n * x.from_head + row * x.ld;
+    const float *dp_g = x.dp + n * x.from_head + row * x.ld;
+    T *weights_g = (T *)x.weights + n * x.to_head + row * x.ld;
+    T *ds_g = (T *)x.ds + n * x.to_head + row * x.ld;
+    for (int j = x.col0 + (int)threadIdx.x * 4; j < x.col1; j += THREADS * 4) {
+        float weight[4] = {0, 0, 0, 0}, ds[4] = {0, 0, 0, 0};
+        if (j + 4 > lo && j < hi) {
+            const float4 s4 = *(const float4 *)(s_g + j), dp4 = *(const float4 *)(dp_g + j);
+            const float s[4] = {s4.x, s4.y, s4.z, s4.w}, dp[4] = {dp4.x, dp4.y, dp4.z, dp4.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (j + e >= lo && j + e < hi)
+                    ds[e] = pair_gradient(score, s[e], dp[e], lse, delta, i, j + e, &weight[e]);
+        }
+        *(uint2 *)(weights_g + j) =
+            make_uint2(pack2<T>(weight[0], weight[1]), pack2<T>(weight[2], weight[3]));
+        *(uint2 *)(ds_g + j) = make_uint2(pack2<T>(ds[0], ds[1]), pack2<T>(ds[2], ds[3]));
+    }
+}
+
+/* ---- 2. copies without what no pair needs ---------------------------------------------------- */
+struct CleanParams {
+    Bwd g;
+    Rows from;
+    uint16_t *to; /* [batch, heads, seq, columns] */
+    int heads, seq, columns;
+    bool queries; /* rows of q or grad_out; otherwise of k or v */
+};
+
+/* A warp for each row. */
+__global__ void __launch_bounds__(THREADS) clean_kernel(const __grid_constant__ CleanParams x) {
+    const int64_t at = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (at >= (int64_t)x.g.p.batch * x.heads * x.seq) return;
+    const int i = (int)(at % x.seq), head = (int)(at / x.seq % x.heads),
+              b = (int)(at / x.seq / x.heads);
+    const Sequence seq = sequence_of(x.g.p, b);
+    bool alive;
+    if (x.queries) {
+        const int64_t tile = (int64_t)head * x.g.row_tiles + row_tile_of(x.g, seq, b);
+        alive = ((const float *)x.g.stats)[(tile * x.g.tile_rows + i) * 2] != INFINITY;
+    } else {
+        const Interval seen = seen_keys(seq);
+        alive = i >= seen.lo && i < seen.hi;
+    }
+    const uint4 *from = (const uint4 *)((const uint16_t *)x.from.data + x.from.at(b, head, i));
+    uint4 *to = (uint4 *)(x.to + at * x.columns);
+    for (int c = threadIdx.x % 32; c < x.columns / 8; c += 32)
+        to[c] = alive ? from[c] : make_uint4(0, 0, 0, 0);
+}
+
+/* ---- 3. the pieces of a call ----------------------------------------------------------------- */
+struct Own {
+    Bwd g;
+    bool clean; /* the operands are copied, and the products take all pairs */
+    int chunk, rows, heads;
+    int64_t ld; /* of P, dS, S and dP: elements from row to row */
+    size_t inner_bytes;
+};
+
+bool in_pieces(const Own &x) { return x.rows < x.g.p.seq_q || x.g.p.group > 1; }
+
+/* The workspace: an offset for each part. */
+struct Memory {
+    size_t stats, sum[2][2] /* of dk and of dv */, q, grad_out, k, v, weights, ds, s, dp, inner;
+};
+
+Memory memory_of(const Own &x) {
+    const Problem &p = x.g.p;
+    Memory m = {};
+    size_t end = 0;
+    const auto take = [&](size_t *at, int64_t bytes) {
+        *at = end;
+        end += (size_t)gk_round_up(bytes, 1024);
+    };
+    take(&m.stats, (int64_t)stats_bytes(x.g, sizeof(float)));
+    for (int i = 0; i < 2 && in_pieces(x); ++i) {
+        take(&m.sum[0][i], (int64_t)x.heads * p.seq_k * p.head_dim * 4);
+        take(&m.sum[1][i], (int64_t)x.heads * p.seq_k * p.head_dim_v * 4);
+    }
+    if (x.clean) {
+        const int64_t queries = (int64_t)p.batch * p.heads_q * p.seq_q,
+                      keys = (int64_t)p.batch * p.heads_kv * p.seq_k;
+        take(&m.q, queries * p.head_dim * 2);
+        take(&m.grad_out, queries * p.head_dim_v * 2);
+        take(&m.k, keys * p.head_dim * 2);
+        take(&m.v, keys * p.head_dim_v * 2);
+    }
+    take(&m.weights, x.heads * x.rows * x.ld * 2);
+    take(&m.ds, x.heads * x.rows * x.ld * 2);
+    take(&m.s, x.heads * gk_min_i64(x.chunk, p.seq_q) * x.ld * 4);
+    take(&m.dp, x.heads * gk_min_i64(x.chunk, p.seq_q) * x.ld * 4);
+    m.inner = end;
+    return m;
+}
+
+/* Half-open range of rows or keys. */
+struct Range {
+    int64_t lo, hi;
+    int64_t size() const { return hi - lo; }
+};
+
+Range rounded(Range x, int64_t to, int64_t end) {
+    return {x.lo / to * to, gk_min_i64(gk_round_up(x.hi, to), end)};
+}
+
+/* The keys that some row of `rows` sees. */
+Range keys_of(const Own &x, Range rows) {
+    const int64_t end = x.g.p.seq_k;
+    if (x.clean) return {0, end};
+    const Span span = dense_sequence(x.g.p).span;
+    return {gk_clamp_i64(rows.lo + span.lo_off, 0, end),
+            gk_clamp_i64(rows.hi - 1 + span.hi_off, 0, end)};
+}
+
+/* The chunks of rows that see some key of the block of keys from `first` on, as rows. */
+Range rows_of_keys(const Own &x, int64_t first) {
+    const int64_t end = x.g.p.seq_q;
+    if (x.clean) return {0, end};
+    const Span span = dense_sequence(x.g.p).span;
+    return rounded({gk_max_i64(first - span.hi_off + 1, 0),
+                    gk_clamp_i64(first + x.chunk - span.lo_off, 1, end)},
+                   x.chunk, end);
+}
+
+/* True if every row sees a key and every key is seen, as far as the host knows. */
+bool all_meet(const Problem &p) {
+    const Rules &r = p.rules;
+    if (r.kv_start || r.kv_end || r.q_start) return false;
+    const Span span = dense_sequence(p).span;
+    const int64_t last = p.seq_q - 1;
+    return span.lo_off < span.hi_off && span.lo_off <= 0 && span.hi_off > 0 &&
+           last + span.lo_off < p.seq_k && last + span.hi_off >= p.seq_k;
+}
+
+/* ---- 4. the products ------------------------------------------------------------------------- */
+/* [heads, rows, columns] with these strides. */
+gk_tensor matrices(const void *data, gk_dtype dtype, int64_t heads, int64_t head, int64_t rows,
+                   int64_t row, int64_t columns, int64_t column) {
+    gk_tensor t = {};
+    t.data = (void *)data;
+    t.dtype = dtype;
+    t.ndim = 3;
+    const int64_t shape[3] = {heads, rows, columns}, stride[3] = {head, row, column};
+    for (int d = 0; d < 3; ++d) {
+        t.shape[d] = shape[d];
+        t.stride[d] = stride[d];
+    }
+    return t;
+}
+
+gk_gemm_args product(const gk_tensor &a, const gk_tensor &b, const gk_tensor &out, double alpha) {
+    gk_gemm_args x = {};
+    x.size = sizeof x;
+    x.a = a;
+    x.b = b;
+    x.out = out;
+    x.alpha = alpha;
+    return x;
+}
+
+const void *at(const Rows &t, gk_dtype dtype, int64_t b, int64_t head, int64_t row) {
+    return (const char *)t.data +
+           (b * t.batch + head * t.head + row * t.row) * (int64_t)gk_dtype_bytes(dtype);
+}
+
+Rows contiguous(const void *data, int64_t heads, int64_t seq, int64_t columns) {
+    return {data, heads * seq * columns, seq * columns, columns};
+}
+
+/* Visits the steps 1 to 5 of a call in order: gemm(args) for a product, pairs(params, rows, heads)
+ * for step 3. sample: visits one product of each form, to plan them. base: the workspace. */
+template <class Gemm, class Pairs>
+gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gemm &gemm,
+                const Pairs &pairs) {
+    const Problem &p = x.g.p;
+    const Memory m = memory_of(x);
+    Rows q = p.q, k = p.k, v = p.v, grad_out = x.g.grad_out;
+    if (x.clean) {
+        q = contiguous(base + m.q, p.heads_q, p.seq_q, p.head_dim);
+        grad_out = contiguous(base + m.grad_out, p.heads_q, p.seq_q, p.head_dim_v);
+        k = contiguous(base + m.k, p.heads_kv, p.seq_k, p.head_dim);
+        v = contiguous(base + m.v, p.heads_kv, p.seq_k, p.head_dim_v);
+    }
+    const int64_t d = p.head_dim, dv = p.head_dim_v, ld = x.ld, of_piece = x.rows * ld,
+                  of_chunk = gk_min_i64(x.chunk, p.seq_q) * ld;
+    const double scale = p.rules.scale;
+
+    /* dK or dV of keys [first, end) from rows [rows.lo, rows.hi) of a piece. nth of `of` terms. */
+    const auto add_term = [&](bool is_v, int64_t first, int64_t end, Range rows, int64_t piece0,
+                              int64_t nth, int64_t of, int b, int64_t kv0, int64_t n, int64_t g) {
+        const int64_t columns = is_v ? dv : d, keys = end - first, sums = p.seq_k * columns;
+        const Rows &other = is_v ? grad_out : q, &to = is_v ? x.g.dv : x.g.dk;
+        const char *pairs16 = base + (is_v ? m.weights : m.ds);
+        const gk_tensor c = matrices(base + m.sum[is_v][(nth + 1) % 2] + first * columns * 4,
+                                     GK_F32, n, sums, keys, columns, columns, 1);
+        const gk_tensor out = nth + 1 == of
+                                  ? matrices(at(to, dtype, b, kv0, first), dtype, n, to.head, keys,
+                                             to.row, columns, 1)
+                                  : matrices(base + m.sum[is_v][nth % 2] + first * columns * 4,
+                                             GK_F32, n, sums, keys, columns, columns, 1);
+        gk_gemm_args args =
+            product(matrices(pairs16 + ((rows.lo - piece0) * ld + first) * 2, dtype, n, of_piece,
+                             keys, 1, rows.size(), ld),
+                    matrices(at(other, dtype, b, kv0 * p.group + g, rows.lo), dtype, n,
+                             other.head * p.group, rows.size(), other.row, columns, 1),
+                    out, is_v ? 1 : scale);
+        if (nth > 0) {
+            args.c = &c;
+            args.beta = 1;
+        }
+        return gemm(args);
+    };
+
+    gk_status status = GK_OK;
+    for (int b = 0; b < (sample ? 1 : p.batch); ++b)
+        for (int64_t kv0 = 0; kv0 < p.heads_kv; kv0 += x.heads) {
+            const int64_t n = gk_min_i64(x.heads, p.heads_kv - kv0);
+            if (sample && kv0 > 0 && n == x.heads) continue;
+            for (int64_t g = 0; g < p.group; ++g)
+                for (int64_t r0 = 0; r0 < p.seq_q; r0 += x.rows) {
+                    const Range piece = {r0, gk_min_i64(r0 + x.rows, p.seq_q)};
+                    /* the first term, one between and the last have all forms of sums */
+                    if (sample && g > 1 && g + 1 < p.group) continue;
+                    for (int64_t i0 = piece.lo; i0 < piece.hi; i0 += x.chunk) {
+                        const Range rows = {i0, gk_min_i64(i0 + x.chunk, piece.hi)};
+                        const Range seen = keys_of(x, rows), keys = rounded(seen, 64, p.seq_k),
+                                    written = rounded(seen, x.chunk, p.seq_k);
+                        const int64_t nr = rows.size(), nk = keys.size(), head = kv0 * p.group + g;
+                        const gk_tensor s =
+                            matrices(base + m.s + keys.lo * 4, GK_F32, n, of_chunk, nr, ld, nk, 1);
+                        gk_tensor dp = s;
+                        dp.data = base + m.dp + keys.lo * 4;
+                        status = gemm(product(matrices(at(q, dtype, b, head, i0), dtype, n,
+                                                       q.head * p.group, nr, q.row, d, 1),
+                                              matrices(at(k, dtype, b, kv0, keys.lo), dtype, n,
+                                                       k.head, d, 1, nk, k.row),
+                                              s, 1));
+                        if (status == GK_OK)
+                            status = gemm(
+                                product(matrices(at(grad_out, dtype, b, head, i0), dtype, n,
+                                                 grad_out.head * p.group, nr, grad_out.row, dv, 1),
+                                        matrices(at(v, dtype, b, kv0, keys.lo), dtype, n, v.head,
+                                                 dv, 1, nk, v.row),
+                                        dp, 1));
+                        PairsParams y = {x.g};
+                        y.s = (const float *)(base + m.s);
+                        y.dp = (const float *)(base + m.dp);
+                        y.weights = base + m.weights + (i0 - r0) * ld * 2;
+                        y.ds = base + m.ds + (i0 - r0) * ld * 2;
+                        y.ld = ld;
+                        y.from_head = of_chunk;
+                        y.to_head = of_piece;
+                        y.b = b;
+                        y.head0 = (int)head;
+                        y.head_step = p.group;
+                        y.i0 = (int)i0;
+                        y.col0 = (int)written.lo;
+                        y.col1 = (int)gk_round_up(written.hi, 4);
+                        if (status == GK_OK) status = pairs(y, nr, n);
+                        if (status == GK_OK)
+                            status =
+                                gemm(product(matrices(base + m.ds + ((i0 - r0) * ld + keys.lo) * 2,
+                                                      dtype, n, of_piece, nr, ld, nk, 1),
+                                             matrices(at(k, dtype, b, kv0, keys.lo), dtype, n,
+                                                      k.head, nk, k.row, d, 1),
+                                             matrices(at(x.g.dq, dtype, b, head, i0), dtype, n,
+                                                      x.g.dq.head * p.group, nr, x.g.dq.row, d, 1),
+                                             scale));
+                        if (status != GK_OK) return status;
+                    }
+                    for (int64_t first = 0, end; first < p.seq_k; first = end) {
+                        /* blocks of keys that see the same rows share a product */
+                        const Range all = rows_of_keys(x, first);
+                        end = first + x.chunk;
+                        while (end < p.seq_k) {
+                            const Range more = rows_of_keys(x, end);
+                            if (more.lo != all.lo || more.hi != all.hi) break;
+                            end += x.chunk;
+                        }
+                        end = gk_min_i64(end, p.seq_k);
+                        const Range rows = {gk_max_i64(all.lo, piece.lo),
+                                            gk_min_i64(all.hi, piece.hi)};
+                        if (rows.size() <= 0) continue;
+                        const int64_t first_piece = all.lo / x.rows,
+                                      pieces = (all.hi - 1) / x.rows - first_piece + 1;
+                        const int64_t nth = g * pieces + r0 / x.rows - first_piece,
+                                      of = p.group * pieces;
+                        status = add_term(true, first, end, rows, r0, nth, of, b, kv0, n, g);
+                        if (status == GK_OK)
+                            status = add_term(false, first, end, rows, r0, nth, of, b, kv0, n, g);
+                        if (status != GK_OK) return status;
+                    }
+                }
+        }
+    return status;
+}
+
+/* ---- 5. plan and run ------------------------------------------------------------------------- */
+/* Bytes of S, dP, P and dS of one head. */
+int64_t pairs_bytes(const Own &x, int64_t rows) {
+    return (rows * 4 + gk_min_i64(x.chunk, x.g.p.seq_q) * 8) * x.ld;
+}
+
+template <class T>
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    const gk_flash_attn_args &f = a->fwd;
+    const int64_t head_dim = gk_max_i64(f.q.shape[f.q.ndim - 1], f.v.shape[f.v.ndim - 1]);
+    const double factor = fabs(f.rules.scale); /* gemm's alpha: 0 or within float32's range */
+    if (f.cu_seqlens_q || head_dim <= BwdHopper256::HEAD_DIM || (factor > 0 && factor < 0x1p-126) ||
+        !tile_takes(ctx, a, (int)head_dim, 0))
+        return false;
+    Own &x = gk_own<Own>(to) = {bwd_of(ctx, a, BWD_PLAIN_ROWS, 0)};
+    x.g.lse_factor = 1;
+    const Problem &p = x.g.p;
+    if (p.batch == 0 || p.heads_q == 0 || p.seq_q == 0 || p.seq_k == 0) return false;
+    x.clean = !all_meet(p);
+    x.ld = gk_round_up(p.seq_k, 64);
+    x.chunk = BWD_GEMMS_ROWS;
+    while (x.chunk > BWD_GEMMS_LEAST_ROWS &&
+           pairs_bytes(x, gk_min_i64(x.chunk, p.seq_q)) > BWD_GEMMS_BYTES)
+        x.chunk /= 2;
+    x.rows = p.seq_q;
+    const int64_t left = BWD_GEMMS_BYTES - pairs_bytes(x, 0);
+    if (left < x.rows * 4 * x.ld) x.rows = (int)(left / (4 * x.ld) / x.chunk * x.chunk);
+    if (left <= 0 || x.rows == 0) return false;
+    x.heads = (int)gk_clamp_i64(BWD_GEMMS_BYTES / pairs_bytes(x, x.rows), 1,
+                                gk_min_i64(p.heads_kv, 65535));
+    if (!gk_grid_fits(gk_ceil_div((int64_t)p.batch * p.heads_q * p.seq_q, THREADS / 32)) ||
+        !gk_grid_fits(gk_ceil_div((int64_t)p.batch * p.heads_kv * p.seq_k, THREADS / 32)))
+        return false;
+
+    bool first = true;
+    const gk_status status = visit(
+        x, element<T>::dtype, (char *)1024, true,
+        [&](const gk_gemm_args &product) {
+            gk_plan inner;
+            if (!plan_inner_gemm(ctx, element<T>::dtype, &product, &inner))
+                return GK_ERR_UNSUPPORTED;
+            if (inner.workspace_bytes > x.inner_bytes) x.inner_bytes = inner.workspace_bytes;
+            to->tasks = first ? inner.tasks : to->tasks;
+            to->waves = first ? inner.waves : to->waves;
+            first = false;
+            return GK_OK;
+        },
+        [](const PairsParams &, int64_t, int64_t) { return GK_OK; });
+    if (status != GK_OK) return false;
+    to->tile[0] = gk_min_i64(x.chunk, p.seq_q);
+    to->tile[1] = gk_min_i64(x.chunk, p.seq_k);
+    to->workspace_bytes = memory_of(x).inner + x.inner_bytes;
+    return true;
+}
+
+gk_status clean(const gk_context *ctx, const Bwd &g, const Rows &from, char *to, bool queries,
+                int columns) {
+    const Problem &p = g.p;
+    const CleanParams x = {g,
+                           from,
+                           (uint16_t *)to,
+                           queries ? p.heads_q : p.heads_kv,
+                           queries ? p.seq_q : p.seq_k,
+                           columns,
+                           queries};
+    const int64_t rows = (int64_t)p.batch * x.heads * x.seq;
+    return launch<clean_kernel>(OP, ctx, dim3((unsigned)gk_ceil_div(rows, THREADS / 32)), THREADS,
+                                0, x);
+}
+
+template <class T>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+    Own x = gk_own<Own>(plan);
+    const Problem &p = x.g.p;
+    const Memory m = memory_of(x);
+    char *base = (char *)workspace;
+    x.g.stats = base + m.stats;
+    gk_status status = bwd_pre(ctx, element<T>::dtype, x.g, element<T>::dtype);
+    if (x.clean) {
+        if (status == GK_OK) status = clean(ctx, x.g, p.q, base + m.q, true, p.head_dim);
+        if (status == GK_OK)
+            status = clean(ctx, x.g, x.g.grad_out, base + m.grad_out, true, p.head_dim_v);
+        if (status == GK_OK) status = clean(ctx, x.g, p.k, base + m.k, false, p.head_dim);
+        if (status == GK_OK) status = clean(ctx, x.g, p.v, base + m.v, false, p.head_dim_v);
+    }
+    if (status != GK_OK) return status;
+    return visit(
+        x, element<T>::dtype, base, false,
+        [&](const gk_gemm_args &product) {
+            gk_plan inner;
+            if (!plan_inner_gemm(ctx, element<T>::dtype, &product, &inner) ||
+                inner.workspace_bytes > x.inner_bytes)
+                return gk_fail(GK_ERR_DEVICE, "a product of the backward could not be planned");
+            return ((const gk_cuda_instance *)inner.kernel)
+                ->run(ctx, &product, &inner, base + m.inner);
+        },
+        [&](const PairsParams &y, int64_t rows, int64_t heads) {
+            return launch<pairs_kernel<T>>(OP, ctx, dim3((unsigned)rows, (unsigned)heads), THREADS,
+                                           0, y);
+        });
+}
+
+const gk_cuda_instance instances[] = {
+    {"flash_attn_bwd_gemms_bf16", GK_BF16, plan<__nv_bfloat16>, run<__nv_bfloat16>, {}, NULL},
+    {"flash_attn_bwd_gemms_f16", GK_F16, plan<__half>, run<__half>, {}, NULL},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_bwd_gemms_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};
