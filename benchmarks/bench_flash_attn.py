@@ -8,6 +8,9 @@ On CUDA the peers are SDPA's flash, cuDNN and efficient backends. FlashAttention
 FlashAttention-4 (FA4) and FlashInfer join if they import. Compiled FlexAttention joins in the rows
 that --compiled selects. The compilation of a peer is not timed.
 
+Rows named wide have head_dim 512 and 8 query heads a kv head, as Gemma's global layers. There the
+peers are SDPA's efficient and math backends, the first on repeated keys and values.
+
 FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half of it when causal. Backward counts 2.5
 times forward.
 """
@@ -404,12 +407,76 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
     )
 
 
+def make_wide(batch: int, seq: int, device):
+    """q [batch, 8, seq, 512], k and v [batch, 1, seq, 512]"""
+    dim, (heads, heads_kv) = shapes.CUDA_ATTN_WIDE_DIM, shapes.CUDA_ATTN_WIDE_HEADS
+    q = make_qkv(batch, heads, seq, dim, torch.bfloat16, device)[0]
+    return q, *make_qkv(batch, heads_kv, seq, dim, torch.bfloat16, device)[1:]
+
+
+def wide_peers(causal: bool) -> dict[str, Callable]:
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return sdpa_on(SDPBackend.EFFICIENT_ATTENTION, causal)(q, k, v)
+
+    def math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return {"SDPA efficient": repeated, "SDPA math": math}
+
+
+def wide_case(seq: int, causal: bool, backward: bool, device) -> Case:
+    """Forward, or backward with ours by the raw op and the peers through autograd."""
+    batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_WIDE_HEADS[0]
+    ops, others = torch.ops.gpukern, wide_peers(causal)
+    pairs = batch * heads * seq * seq * shapes.CUDA_ATTN_WIDE_DIM / (2 if causal else 1)
+
+    def make():
+        q, k, v = make_wide(batch, seq, device)
+        if not backward:
+            return q, k, v
+        out, lse = ops.flash_attn_fwd(q, k, v, is_causal=causal)
+        return q, k, v, torch.randn_like(out), out, lse
+
+    def forward(q, k, v):
+        return torch_gpukern.flash_attn(q, k, v, is_causal=causal)
+
+    def gradients(q, k, v, grad, out, lse):
+        return ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=causal)[:3]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.flash_attn(
+            q[:1, :1, :512].double(), *(x[:1].double() for x in (k, v)), is_causal=causal
+        )
+
+    name = "backward" if backward else "forward"
+    return Case(
+        group=f"wide {name} {'causal' if causal else 'full'}",
+        label=f"d{shapes.CUDA_ATTN_WIDE_DIM} B{batch} S{seq}",
+        dtype="bf16",
+        make=make,
+        ours=gradients if backward else forward,
+        peers={n: through_autograd(f) for n, f in others.items()} if backward else others,
+        reference=None if backward else exact,
+        compare=lambda out: out[:1, :1, :512],
+        flops=(10.0 if backward else 4.0) * pairs,
+        bytes=(16.0 if backward else 8.0) * batch * heads * seq * shapes.CUDA_ATTN_WIDE_DIM,
+        live=list(others) if backward else [],
+        optional=list(others),
+    )
+
+
 def cuda(run: Run, device) -> None:
     for build in (cuda_forward, cuda_backward):
         for causal in (False, True):
             for head_dim in shapes.CUDA_ATTN_HEAD_DIMS:
                 for seq in shapes.CUDA_ATTN_LENGTHS:
                     run.add(build(seq, head_dim, causal, run.args.compiled, device))
+    for backward in (False, True):
+        for causal in (False, True):
+            for seq in shapes.CUDA_ATTN_WIDE_LENGTHS:
+                run.add(wide_case(seq, causal, backward, device))
     if run.wants("call host time"):
         qkv = make_qkv(1, 1, 8, 8, torch.bfloat16, device)
         own = ("SDPA", lambda: F.scaled_dot_product_attention(*qkv))

@@ -109,6 +109,8 @@ CUDA_GEMM_FUSED_BAR = Bar(each=1.03)
 CUDA_ATTN_TOKENS, CUDA_ATTN_HIDDEN = 16384, 2048
 CUDA_ATTN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDA_ATTN_HEAD_DIMS = (64, 128, 256)
+CUDA_ATTN_WIDE_DIM, CUDA_ATTN_WIDE_HEADS = 512, (8, 1)  # a global layer of Gemma 4
+CUDA_ATTN_WIDE_LENGTHS = (2048, 8192)
 CUDA_ATTN_COMPILED = ((128, 2048), (128, 8192))  # (head_dim, seq) of rows with peers that compile
 CUDA_ATTN_BARS = {
     "forward full": Bar(geomean=1.05, each=0.85),

@@ -33,8 +33,9 @@ LISTED = ROOT / "docs" / "resources.csv"
 
 def attention_tiles():
     """name -> (head_dim, head_dim of values, keys) of the tiles of flash_attn_fwd_sm90a, read from
-    their header."""
-    text, found = (ROOT / "csrc" / "cuda" / "attn" / "tiles.h").read_text(), {}
+    their headers."""
+    room, found = ROOT / "csrc" / "cuda" / "attn", {}
+    text = "".join((room / name).read_text() for name in ("tiles.h", "wide_tiles.h"))
     for name, base, body in re.findall(
         r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL
     ):

@@ -1065,3 +1065,25 @@ def test_a_deterministic_backward_is_refused_where_it_would_not_be_one(monkeypat
         call()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_wide_heads_of_float32_are_refused_on_cuda(monkeypatch):
+    """Gemma 4's global layers: gpukern has a plain kernel for them, and PyTorch a faster one."""
+    out = torch.zeros(1, 2, 3, 512)
+    monkeypatch.setattr(gk, "flash_attn", lambda *args, **rules: out)
+
+    def call(dtype, head_dim=512, is_cuda=True):
+        q = types.SimpleNamespace(
+            is_cuda=is_cuda,
+            requires_grad=False,
+            shape=(1, 2, 3, head_dim),
+            dtype=dtype,
+            element_size=lambda: dtype.itemsize,
+        )
+        return gk._attention(torch.nn.Module(), q, q, q, None, is_causal=False)[0]
+
+    for served in ((torch.bfloat16,), (torch.float32, 256), (torch.float32, 512, False)):
+        assert call(*served).shape == (1, 3, 2, 512)
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match="^gpukern attention: float.* with head_dim 512 on CU"):
+            call(dtype)

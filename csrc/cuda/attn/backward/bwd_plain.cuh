@@ -15,8 +15,8 @@
  * operands, Pair<W, DIM>. Loads go through L1 without a pipeline.
  *
  * These kernels are not tuned for speed. Other kernels take 16-bit and float32 calls with aligned
- * rows. Served here only: float32 with dropout, a mask or biases, and deterministic calls with a
- * mask or biases. */
+ * rows. Served here only: float32 with dropout, a mask or biases; deterministic calls with a mask
+ * or biases; and with a head_dim above 256, all that flash_attn_bwd_gemms refuses. */
 #ifndef GPUKERN_CUDA_BWD_PLAIN_CUH
 #define GPUKERN_CUDA_BWD_PLAIN_CUH
 
