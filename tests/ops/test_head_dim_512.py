@@ -183,9 +183,10 @@ def test_one_row_and_many_keys(device):
 @pytest.mark.parametrize(
     "heads, lengths, causal",
     (
-        ((2, 1), (2500, 4200), False),  # two chunks of rows, and two terms of dk and dv
+        ((2, 1), (2500, 4200), False),  # three chunks of rows, and two terms of dk and dv
         ((2, 2), (4200, 4200), True),  # blocks of keys that see different rows
-        ((18, 9), (4096, 4096), True),  # not all kv heads at once
+        ((24, 12), (4096, 4096), True),  # not all kv heads at once
+        ((5, 1), (8200, 8200), True),  # not all query heads of a kv head at once
         ((2, 1), (17000, 17000), True),  # not all rows at once: 4 bytes a pair exceed 1 GiB
     ),
     ids=str,

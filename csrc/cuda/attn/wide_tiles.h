@@ -21,13 +21,15 @@ struct FwdHopper512 {
 };
 
 /* flash_attn_bwd_gemms: the largest number of bytes of scores, weights and their gradients that are
- * in memory at a time. A head of 8k x 8k pairs takes 0.38 GiB. */
+ * in memory at a time. A head of 8k x 8k pairs takes 0.31 GiB. */
 constexpr int64_t BWD_GEMMS_BYTES = INT64_C(1) << 30;
-/* Rows of queries of a chunk, and keys of a block. Under a causal mask, 0.63 of 8k x 8k pairs are
- * computed with 2048, and 0.5 are needed. With 1024 it would be 0.56, but the 16 tiles of a product
- * for dK would not fill the GPU. The least number serves long sequences, whose chunks would
- * otherwise take more than BWD_GEMMS_BYTES. */
-constexpr int BWD_GEMMS_ROWS = 2048, BWD_GEMMS_LEAST_ROWS = 128;
+/* Rows of queries of a chunk. Under a causal mask, 0.56 of 8k x 8k pairs are computed, and 0.5 are
+ * needed. The least number serves long sequences, whose chunks would otherwise take more than
+ * BWD_GEMMS_BYTES. */
+constexpr int BWD_GEMMS_ROWS = 1024, BWD_GEMMS_LEAST_ROWS = 128;
+/* Keys of a block of dK and dV, a multiple of 64. If a kv head has several query heads, these
+ * products are of one head: 1024 keys would be 16 tiles for 132 SMs. */
+constexpr int BWD_GEMMS_KEYS = 2048;
 /* Threads of the kernels between the products; a thread takes 4 pairs at a time. */
 constexpr int BWD_GEMMS_THREADS = 256;
 

@@ -13,11 +13,12 @@
  * multiples of 16 bytes; dq, dk, dv likewise. The pre-pass (flash_attn_bwd_pre.cu) makes lse and
  * delta of each row.
  *
- * Work split: a piece is one query head of each of `heads` kv heads, and `rows` rows of queries:
- * all rows, unless a head alone takes more than BWD_GEMMS_BYTES. Steps 1 to 4 run for chunks of
- * `chunk` rows of a piece, with the keys that some row of the chunk sees. Step 5 runs for blocks of
- * `chunk` keys, with the chunks of rows that see one of them. Neighbouring blocks that have the
- * same rows share a product. Results follow from shapes alone, in a fixed order of sums.
+ * Work split: a piece is `heads` query heads and `rows` rows of queries: all rows, unless a head
+ * alone takes more than BWD_GEMMS_BYTES. The heads are those of one kv head, or one of each of some
+ * kv heads, whichever are more. Steps 1 to 4 run for chunks of `chunk` rows of a piece, with the
+ * keys that some row of the chunk sees. Step 5 runs for blocks of BWD_GEMMS_KEYS keys, with the
+ * chunks of rows that see one of them. Neighbouring blocks that have the same rows share a product.
+ * Results follow from shapes alone, in a fixed order of sums.
  *
  * Keys that no row sees, and rows that see no key, may hold anything, also NaN, and 0 times NaN is
  * NaN. If there may be such keys or rows, the operands are copied first, with zeros in their place,
@@ -116,13 +117,15 @@ __global__ void __launch_bounds__(THREADS) clean_kernel(const __grid_constant__ 
 /* ---- 3. the pieces of a call ----------------------------------------------------------------- */
 struct Own {
     Bwd g;
-    bool clean; /* the operands are copied, and the products take all pairs */
+    bool clean;    /* the operands are copied, and the products take all pairs */
+    bool of_group; /* the heads of a piece belong to one kv head */
     int chunk, rows, heads;
     int64_t ld; /* of P, dS, S and dP: elements from row to row */
     size_t inner_bytes;
 };
 
-bool in_pieces(const Own &x) { return x.rows < x.g.p.seq_q || x.g.p.group > 1; }
+/* True if some dK and dV are sums of several terms. */
+bool has_sums(const Own &x) { return x.rows < x.g.p.seq_q || x.g.p.group > 1; }
 
 /* The workspace: an offset for each part. */
 struct Memory {
@@ -138,22 +141,24 @@ Memory memory_of(const Own &x) {
         end += (size_t)gk_round_up(bytes, 1024);
     };
     take(&m.stats, (int64_t)stats_bytes(x.g, sizeof(float)));
-    for (int i = 0; i < 2 && in_pieces(x); ++i) {
-        take(&m.sum[0][i], (int64_t)x.heads * p.seq_k * p.head_dim * 4);
-        take(&m.sum[1][i], (int64_t)x.heads * p.seq_k * p.head_dim_v * 4);
+    const int64_t keys = (int64_t)(x.of_group ? 1 : x.heads) * p.seq_k;
+    for (int i = 0; i < 2 && has_sums(x); ++i) {
+        take(&m.sum[0][i], keys * p.head_dim * 4);
+        take(&m.sum[1][i], keys * p.head_dim_v * 4);
     }
     if (x.clean) {
-        const int64_t queries = (int64_t)p.batch * p.heads_q * p.seq_q,
-                      keys = (int64_t)p.batch * p.heads_kv * p.seq_k;
-        take(&m.q, queries * p.head_dim * 2);
-        take(&m.grad_out, queries * p.head_dim_v * 2);
-        take(&m.k, keys * p.head_dim * 2);
-        take(&m.v, keys * p.head_dim_v * 2);
+        const int64_t rows_q = (int64_t)p.batch * p.heads_q * p.seq_q,
+                      rows_k = (int64_t)p.batch * p.heads_kv * p.seq_k;
+        take(&m.q, rows_q * p.head_dim * 2);
+        take(&m.grad_out, rows_q * p.head_dim_v * 2);
+        take(&m.k, rows_k * p.head_dim * 2);
+        take(&m.v, rows_k * p.head_dim_v * 2);
     }
-    take(&m.weights, x.heads * x.rows * x.ld * 2);
-    take(&m.ds, x.heads * x.rows * x.ld * 2);
-    take(&m.s, x.heads * gk_min_i64(x.chunk, p.seq_q) * x.ld * 4);
-    take(&m.dp, x.heads * gk_min_i64(x.chunk, p.seq_q) * x.ld * 4);
+    const int64_t row = x.heads * x.ld, chunk = gk_min_i64(x.chunk, p.seq_q);
+    take(&m.weights, row * x.rows * 2);
+    take(&m.ds, row * x.rows * 2);
+    take(&m.s, row * chunk * 4);
+    take(&m.dp, row * chunk * 4);
     m.inner = end;
     return m;
 }
@@ -183,7 +188,7 @@ Range rows_of_keys(const Own &x, int64_t first) {
     if (x.clean) return {0, end};
     const Span span = dense_sequence(x.g.p).span;
     return rounded({gk_max_i64(first - span.hi_off + 1, 0),
-                    gk_clamp_i64(first + x.chunk - span.lo_off, 1, end)},
+                    gk_clamp_i64(first + BWD_GEMMS_KEYS - span.lo_off, 1, end)},
                    x.chunk, end);
 }
 
@@ -250,114 +255,130 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
                   of_chunk = gk_min_i64(x.chunk, p.seq_q) * ld;
     const double scale = p.rules.scale;
 
-    /* dK or dV of keys [first, end) from rows [rows.lo, rows.hi) of a piece. nth of `of` terms. */
-    const auto add_term = [&](bool is_v, int64_t first, int64_t end, Range rows, int64_t piece0,
-                              int64_t nth, int64_t of, int b, int64_t kv0, int64_t n, int64_t g) {
+    /* dK or dV of keys [first, end) of n kv heads from rows of a piece, whose P or dS of these rows
+     * is at pairs16, and from the heads of q or grad_out from `head` on. nth of `of` terms. */
+    const auto add_term = [&](bool is_v, int64_t first, int64_t end, const char *pairs16,
+                              Range rows, int64_t nth, int64_t of, int b, int64_t kv0, int64_t n,
+                              int64_t head) {
         const int64_t columns = is_v ? dv : d, keys = end - first, sums = p.seq_k * columns;
         const Rows &other = is_v ? grad_out : q, &to = is_v ? x.g.dv : x.g.dk;
-        const char *pairs16 = base + (is_v ? m.weights : m.ds);
-        const gk_tensor c = matrices(base + m.sum[is_v][(nth + 1) % 2] + first * columns * 4,
-                                     GK_F32, n, sums, keys, columns, columns, 1);
-        const gk_tensor out = nth + 1 == of
-                                  ? matrices(at(to, dtype, b, kv0, first), dtype, n, to.head, keys,
-                                             to.row, columns, 1)
-                                  : matrices(base + m.sum[is_v][nth % 2] + first * columns * 4,
-                                             GK_F32, n, sums, keys, columns, columns, 1);
+        const auto sum_of = [&](int64_t term) {
+            return matrices(base + m.sum[is_v][term % 2] + first * columns * 4, GK_F32, n, sums,
+                            keys, columns, columns, 1);
+        };
+        const gk_tensor before = sum_of(nth + 1);
         gk_gemm_args args =
-            product(matrices(pairs16 + ((rows.lo - piece0) * ld + first) * 2, dtype, n, of_piece,
-                             keys, 1, rows.size(), ld),
-                    matrices(at(other, dtype, b, kv0 * p.group + g, rows.lo), dtype, n,
-                             other.head * p.group, rows.size(), other.row, columns, 1),
-                    out, is_v ? 1 : scale);
+            product(matrices(pairs16 + first * 2, dtype, n, of_piece, keys, 1, rows.size(), ld),
+                    matrices(at(other, dtype, b, head, rows.lo), dtype, n, other.head * p.group,
+                             rows.size(), other.row, columns, 1),
+                    nth + 1 == of ? matrices(at(to, dtype, b, kv0, first), dtype, n, to.head, keys,
+                                             to.row, columns, 1)
+                                  : sum_of(nth),
+                    is_v ? 1 : scale);
         if (nth > 0) {
-            args.c = &c;
+            args.c = &before;
             args.beta = 1;
         }
         return gemm(args);
     };
 
-    gk_status status = GK_OK;
+    /* Steps 1 to 4 of `rows` for n query heads from `head` on, each `apart` heads from the next,
+     * and their kv heads from kv0 on. */
+    const auto take_rows = [&](Range piece, Range rows, int b, int64_t kv0, int64_t n, int64_t head,
+                               int64_t apart) {
+        const Range seen = keys_of(x, rows), keys = rounded(seen, 64, p.seq_k),
+                    written = rounded(seen, BWD_GEMMS_KEYS, p.seq_k);
+        const int64_t nr = rows.size(), nk = keys.size(), n_kv = x.of_group ? 1 : n;
+        const auto of_rows = [&](const Rows &t, int64_t columns) {
+            return matrices(at(t, dtype, b, head, rows.lo), dtype, n, t.head * apart, nr, t.row,
+                            columns, 1);
+        };
+        const gk_tensor s = matrices(base + m.s + keys.lo * 4, GK_F32, n, of_chunk, nr, ld, nk, 1);
+        gk_tensor dp = s;
+        dp.data = base + m.dp + keys.lo * 4;
+        const int64_t to = (rows.lo - piece.lo) * ld * 2;
+        PairsParams y = {x.g};
+        y.s = (const float *)(base + m.s);
+        y.dp = (const float *)(base + m.dp);
+        y.weights = base + m.weights + to;
+        y.ds = base + m.ds + to;
+        y.ld = ld;
+        y.from_head = of_chunk;
+        y.to_head = of_piece;
+        y.b = b;
+        y.head0 = (int)head;
+        y.head_step = (int)apart;
+        y.i0 = (int)rows.lo;
+        y.col0 = (int)written.lo;
+        y.col1 = (int)gk_round_up(written.hi, 4);
+        const void *k_g = at(k, dtype, b, kv0, keys.lo), *v_g = at(v, dtype, b, kv0, keys.lo);
+        gk_status status =
+            gemm(product(of_rows(q, d), matrices(k_g, dtype, n_kv, k.head, d, 1, nk, k.row), s, 1));
+        if (status == GK_OK)
+            status = gemm(product(of_rows(grad_out, dv),
+                                  matrices(v_g, dtype, n_kv, v.head, dv, 1, nk, v.row), dp, 1));
+        if (status == GK_OK) status = pairs(y, nr, n);
+        if (status != GK_OK) return status;
+        return gemm(product(
+            matrices(base + m.ds + to + keys.lo * 2, dtype, n, of_piece, nr, ld, nk, 1),
+            matrices(k_g, dtype, n_kv, k.head, nk, k.row, d, 1), of_rows(x.g.dq, d), scale));
+    };
+
+    /* Step 5 for the heads of a piece. */
+    const auto take_keys = [&](Range piece, int b, int64_t kv0, int64_t n, int64_t g) {
+        gk_status status = GK_OK;
+        for (int64_t first = 0, end; first < p.seq_k && status == GK_OK; first = end) {
+            /* blocks of keys that see the same rows share a product */
+            const Range all = rows_of_keys(x, first);
+            for (end = first + BWD_GEMMS_KEYS; end < p.seq_k; end += BWD_GEMMS_KEYS) {
+                const Range more = rows_of_keys(x, end);
+                if (more.lo != all.lo || more.hi != all.hi) break;
+            }
+            end = gk_min_i64(end, p.seq_k);
+            const Range rows = {gk_max_i64(all.lo, piece.lo), gk_min_i64(all.hi, piece.hi)};
+            if (rows.size() <= 0) continue;
+            const int64_t first_piece = all.lo / x.rows,
+                          pieces = (all.hi - 1) / x.rows - first_piece + 1;
+            /* the heads of one kv head are terms of one sum, in turn */
+            for (int64_t h = 0; h < (x.of_group ? n : 1) && status == GK_OK; ++h) {
+                const int64_t from = (h * of_piece + (rows.lo - piece.lo) * ld) * 2,
+                              nth = (g + h) * pieces + piece.lo / x.rows - first_piece,
+                              of = p.group * pieces, n_kv = x.of_group ? 1 : n,
+                              head = kv0 * p.group + g + h;
+                status = add_term(true, first, end, base + m.weights + from, rows, nth, of, b, kv0,
+                                  n_kv, head);
+                if (status == GK_OK)
+                    status = add_term(false, first, end, base + m.ds + from, rows, nth, of, b, kv0,
+                                      n_kv, head);
+            }
+        }
+        return status;
+    };
+
+    const int64_t kv_step = x.of_group ? 1 : x.heads, g_step = x.of_group ? x.heads : 1;
     for (int b = 0; b < (sample ? 1 : p.batch); ++b)
-        for (int64_t kv0 = 0; kv0 < p.heads_kv; kv0 += x.heads) {
-            const int64_t n = gk_min_i64(x.heads, p.heads_kv - kv0);
-            if (sample && kv0 > 0 && n == x.heads) continue;
-            for (int64_t g = 0; g < p.group; ++g)
+        for (int64_t kv0 = 0; kv0 < p.heads_kv; kv0 += kv_step)
+            for (int64_t g = 0; g < p.group; g += g_step) {
+                const int64_t n = x.of_group ? gk_min_i64(g_step, p.group - g)
+                                             : gk_min_i64(kv_step, p.heads_kv - kv0);
+                /* The first two groups of heads and the last have all forms of sums. Only the last
+                 * heads may be fewer. */
+                if (sample && ((kv0 > 0 && (x.of_group || n == kv_step)) ||
+                               (g > g_step && g + g_step < p.group)))
+                    continue;
                 for (int64_t r0 = 0; r0 < p.seq_q; r0 += x.rows) {
                     const Range piece = {r0, gk_min_i64(r0 + x.rows, p.seq_q)};
-                    /* the first term, one between and the last have all forms of sums */
-                    if (sample && g > 1 && g + 1 < p.group) continue;
                     for (int64_t i0 = piece.lo; i0 < piece.hi; i0 += x.chunk) {
-                        const Range rows = {i0, gk_min_i64(i0 + x.chunk, piece.hi)};
-                        const Range seen = keys_of(x, rows), keys = rounded(seen, 64, p.seq_k),
-                                    written = rounded(seen, x.chunk, p.seq_k);
-                        const int64_t nr = rows.size(), nk = keys.size(), head = kv0 * p.group + g;
-                        const gk_tensor s =
-                            matrices(base + m.s + keys.lo * 4, GK_F32, n, of_chunk, nr, ld, nk, 1);
-                        gk_tensor dp = s;
-                        dp.data = base + m.dp + keys.lo * 4;
-                        status = gemm(product(matrices(at(q, dtype, b, head, i0), dtype, n,
-                                                       q.head * p.group, nr, q.row, d, 1),
-                                              matrices(at(k, dtype, b, kv0, keys.lo), dtype, n,
-                                                       k.head, d, 1, nk, k.row),
-                                              s, 1));
-                        if (status == GK_OK)
-                            status = gemm(
-                                product(matrices(at(grad_out, dtype, b, head, i0), dtype, n,
-                                                 grad_out.head * p.group, nr, grad_out.row, dv, 1),
-                                        matrices(at(v, dtype, b, kv0, keys.lo), dtype, n, v.head,
-                                                 dv, 1, nk, v.row),
-                                        dp, 1));
-                        PairsParams y = {x.g};
-                        y.s = (const float *)(base + m.s);
-                        y.dp = (const float *)(base + m.dp);
-                        y.weights = base + m.weights + (i0 - r0) * ld * 2;
-                        y.ds = base + m.ds + (i0 - r0) * ld * 2;
-                        y.ld = ld;
-                        y.from_head = of_chunk;
-                        y.to_head = of_piece;
-                        y.b = b;
-                        y.head0 = (int)head;
-                        y.head_step = p.group;
-                        y.i0 = (int)i0;
-                        y.col0 = (int)written.lo;
-                        y.col1 = (int)gk_round_up(written.hi, 4);
-                        if (status == GK_OK) status = pairs(y, nr, n);
-                        if (status == GK_OK)
-                            status =
-                                gemm(product(matrices(base + m.ds + ((i0 - r0) * ld + keys.lo) * 2,
-                                                      dtype, n, of_piece, nr, ld, nk, 1),
-                                             matrices(at(k, dtype, b, kv0, keys.lo), dtype, n,
-                                                      k.head, nk, k.row, d, 1),
-                                             matrices(at(x.g.dq, dtype, b, head, i0), dtype, n,
-                                                      x.g.dq.head * p.group, nr, x.g.dq.row, d, 1),
-                                             scale));
+                        const gk_status status =
+                            take_rows(piece, {i0, gk_min_i64(i0 + x.chunk, piece.hi)}, b, kv0, n,
+                                      kv0 * p.group + g, x.of_group ? 1 : p.group);
                         if (status != GK_OK) return status;
                     }
-                    for (int64_t first = 0, end; first < p.seq_k; first = end) {
-                        /* blocks of keys that see the same rows share a product */
-                        const Range all = rows_of_keys(x, first);
-                        end = first + x.chunk;
-                        while (end < p.seq_k) {
-                            const Range more = rows_of_keys(x, end);
-                            if (more.lo != all.lo || more.hi != all.hi) break;
-                            end += x.chunk;
-                        }
-                        end = gk_min_i64(end, p.seq_k);
-                        const Range rows = {gk_max_i64(all.lo, piece.lo),
-                                            gk_min_i64(all.hi, piece.hi)};
-                        if (rows.size() <= 0) continue;
-                        const int64_t first_piece = all.lo / x.rows,
-                                      pieces = (all.hi - 1) / x.rows - first_piece + 1;
-                        const int64_t nth = g * pieces + r0 / x.rows - first_piece,
-                                      of = p.group * pieces;
-                        status = add_term(true, first, end, rows, r0, nth, of, b, kv0, n, g);
-                        if (status == GK_OK)
-                            status = add_term(false, first, end, rows, r0, nth, of, b, kv0, n, g);
-                        if (status != GK_OK) return status;
-                    }
+                    const gk_status status = take_keys(piece, b, kv0, n, g);
+                    if (status != GK_OK) return status;
                 }
-        }
-    return status;
+            }
+    return GK_OK;
 }
 
 /* ---- 5. plan and run ------------------------------------------------------------------------- */
@@ -389,8 +410,12 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const int64_t left = BWD_GEMMS_BYTES - pairs_bytes(x, 0);
     if (left < x.rows * 4 * x.ld) x.rows = (int)(left / (4 * x.ld) / x.chunk * x.chunk);
     if (left <= 0 || x.rows == 0) return false;
-    x.heads = (int)gk_clamp_i64(BWD_GEMMS_BYTES / pairs_bytes(x, x.rows), 1,
-                                gk_min_i64(p.heads_kv, 65535));
+    /* With several pieces of rows, the terms of a sum come in the order of one head's pieces. */
+    const int64_t most = x.rows < p.seq_q ? 1
+                                          : gk_clamp_i64(BWD_GEMMS_BYTES / pairs_bytes(x, x.rows),
+                                                         1, 65535); /* a grid's y */
+    x.of_group = gk_min_i64(p.group, most) > gk_min_i64(p.heads_kv, most);
+    x.heads = (int)gk_min_i64(x.of_group ? p.group : p.heads_kv, most);
     if (!gk_grid_fits(gk_ceil_div((int64_t)p.batch * p.heads_q * p.seq_q, THREADS / 32)) ||
         !gk_grid_fits(gk_ceil_div((int64_t)p.batch * p.heads_kv * p.seq_k, THREADS / 32)))
         return false;
@@ -411,7 +436,7 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
         [](const PairsParams &, int64_t, int64_t) { return GK_OK; });
     if (status != GK_OK) return false;
     to->tile[0] = gk_min_i64(x.chunk, p.seq_q);
-    to->tile[1] = gk_min_i64(x.chunk, p.seq_k);
+    to->tile[1] = gk_min_i64(BWD_GEMMS_KEYS, p.seq_k);
     to->workspace_bytes = memory_of(x).inner + x.inner_bytes;
     return true;
 }
