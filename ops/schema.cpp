@@ -287,6 +287,12 @@ void define(gk::Library &m) {
             "bool is_bits=False, "
             "bool is_causal=False, bool transposed=False)",
             " -> Tensor out");
+    def_all(m, "sample_tokens",
+            "(Tensor logits, Tensor temperature, Tensor number, Tensor? top_k=None, "
+            "Tensor? top_p=None, Tensor? min_p=None, Tensor? counts=None, Tensor? prompt=None, "
+            "Tensor? slots=None, Tensor? drafted=None, Tensor? presence_penalty=None, "
+            "Tensor? frequency_penalty=None, Tensor? repetition_penalty=None)",
+            " -> Tensor out");
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 
     m.def("flash_attn_accumulate" ACCUMULATE_ARGS("(a!)", "(b!)") " -> ()");

@@ -186,3 +186,16 @@ gk_status gk_check_targets(const gk_cross_entropy_args *args, int64_t classes) {
     }
     return GK_OK;
 }
+
+gk_status gk_check_count_slots(const gk_sample_tokens_args *args) {
+    const gk_tensor *t = args->slots;
+    for (int64_t row = 0; t && row < t->shape[0]; ++row) {
+        const int64_t slot = load_int(t, row * t->stride[0]);
+        if (slot < args->counts->shape[0]) continue;
+        return gk_fail(GK_ERR_INDEX,
+                       "slots is expected to hold rows of counts, below %" PRId64
+                       ", or negative ones, got slots[%" PRId64 "] = %" PRId64,
+                       args->counts->shape[0], row, slot);
+    }
+    return GK_OK;
+}

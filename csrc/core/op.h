@@ -4,6 +4,7 @@
 #define GPUKERN_OP_H
 
 #include "gpukern_quant.h"
+#include "gpukern_sample.h"
 #include "gpukern_train.h"
 #include "io.h"
 #include "plan.h"

@@ -54,6 +54,8 @@ const char *gk_device_error_text(gk_device_error kind) {
     case GK_BAD_MASK_BLOCKS:
         return "attn_mask_blocks: kv_num_blocks is expected to hold counts of the lists, and "
                "kv_indices blocks of the keys";
+    case GK_BAD_COUNT_SLOTS:
+        return "sample_tokens: slots is expected to hold rows of counts, or negative ones";
     case GK_NUM_DEVICE_ERRORS: break;
     }
     return "unknown gk_device_error";

@@ -182,6 +182,10 @@ static const gk_cpu_instance dropout_instances[] = {EVERY_ISA(dropout), REF_INST
 /* no arithmetic either: ref/ serves it */
 static const gk_cpu_instance attn_mask_instances[] = {
     {"attn_mask", GK_I32, GK_ISA_BASE, &attn_mask_ref}};
+/* ref/ serves every dtype, because its bits are what the op promises */
+#define SAMPLE_TOKENS(dtype) {"sample_tokens", dtype, GK_ISA_BASE, &sample_tokens_ref}
+static const gk_cpu_instance sample_tokens_instances[] = {
+    SAMPLE_TOKENS(GK_F32), SAMPLE_TOKENS(GK_BF16), SAMPLE_TOKENS(GK_F16), SAMPLE_TOKENS(GK_F64)};
 static const gk_cpu_instance adamw_instances[] = {EVERY_ISA(adamw), REF_INSTANCE(adamw)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_instances) {

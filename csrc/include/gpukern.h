@@ -134,7 +134,8 @@ typedef enum gk_device_error {
     GK_BAD_POSITIONS = 4,    /* rope: a position outside cos and sin */
     GK_BAD_TARGETS = 5,      /* cross_entropy: a target outside [0, V) that is not ignore_index */
     GK_BAD_MASK_BLOCKS = 6,  /* attn_mask: a count or an index of blocks out of range */
-    GK_NUM_DEVICE_ERRORS = 8 /* more than the kinds above: one 64-bit read covers all bytes */
+    GK_BAD_COUNT_SLOTS = 7,  /* sample_tokens: a slot past counts */
+    GK_NUM_DEVICE_ERRORS = 8 /* the number of the kinds above: one 64-bit read covers all bytes */
 } gk_device_error;
 
 /* The error word of this process: pinned, zeroed, visible to every GPU. NULL without CUDA. The

@@ -23,6 +23,7 @@ from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
 from .quantize_attn import QuantizedAttn, quantize_attn
 from .rope import rope
 from .rope_kv_write import rope_kv_write
+from .sample_tokens import sample_tokens
 from .scaled_gemm import scaled_gemm
 from .shared_prefix import SharedPrefix
 from .softmax import log_softmax, softmax
@@ -61,6 +62,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_kv_write",
+    "sample_tokens",
     "scaled_gemm",
     "silu_mul_quantize",
     "softmax",

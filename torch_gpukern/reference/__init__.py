@@ -50,6 +50,7 @@ from .rows import (
     softmax,
     swiglu,
 )
+from .sampling import sample_tokens
 
 __all__ = [
     "attn_dropout_mask",
@@ -78,6 +79,7 @@ __all__ = [
     "rms_norm_quantize",
     "rope",
     "rope_kv_write",
+    "sample_tokens",
     "scaled_gemm",
     "silu_mul_quantize",
     "softmax",

@@ -1,0 +1,745 @@
+// SPDX-License-Identifier: BSD-3-Clause
+/* sample_tokens: a token of each row of logits in one launch and without a sort. Serves
+ * gk_sample_tokens (gpukern_sample.h has the equations) for float32, bfloat16, float16 and float64
+ * logits of any row stride and alignment.
+ *
+ * A block takes one row, and reads it once from memory and a few times from L2:
+ *
+ *   1  the largest and the smallest y, after penalties
+ *   2  with top_k or top_p: how many tokens lie in each of 2048 equal parts of the range of x, and
+ *      their weights
+ *   3  for top_k, then for top_p: the tokens of the part that holds the last token which stays.
+ *      They go to shared memory, where further histograms find the value of that token
+ *   4  the weights that are left, by chunk of the row
+ *   5  the token in the chunk that the number hits
+ *
+ * x = (y - max y) / temperature is not positive. The bits of -x as an integer, its key, rise as x
+ * falls. A weight is an integer below 2^44, so sums in any order agree. A histogram has its sums
+ * in two words, because shared memory adds 64 bits only by compare and swap.
+ *
+ * Shared memory (LAYOUT bytes): two histograms of 24 KiB, 4096 keys, the chunks' sums in place of
+ * the second histogram. No workspace. */
+#include "../../formats/sample_weight.h"
+#include "../host/launch.cuh"
+#include "gpukern_sample.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace {
+
+enum {
+    THREADS = 1024,
+    WARPS = THREADS / 32,
+    BINS = 2 * THREADS, /* a thread has two in a scan */
+    LISTED = 4096,      /* keys in shared memory */
+    MOST_CHUNKS = THREADS
+};
+constexpr unsigned ALL = 0xffffffffu;
+constexpr int64_t NO_KEY = INT64_MAX;
+__constant__ double powers[32] = GK_SAMPLE_TABLE;
+
+/* ---- parameters ------------------------------------------------------------------------------ */
+/* [R] float64 or float32; data NULL: not given. */
+struct Numbers {
+    const void *data;
+    int64_t stride;
+    bool wide;
+};
+/* [R] or [R, D] int64 or int32 */
+struct Integers {
+    const void *data;
+    int64_t stride, last_stride;
+    bool wide;
+};
+
+struct Params {
+    const void *logits;
+    int64_t row_stride;
+    int v;
+    Numbers temperature, number, top_p, min_p, presence, frequency, repetition;
+    Integers top_k, slots, drafted;
+    int num_drafted;
+    const int32_t *counts;
+    const uint8_t *prompt;
+    int64_t num_slots, counts_stride, prompt_stride;
+    int64_t *out;
+    uint8_t *error_word;
+};
+
+__device__ __forceinline__ double number_of(const Numbers &x, int row, double otherwise) {
+    if (!x.data) return otherwise;
+    return x.wide ? ((const double *)x.data)[row * x.stride]
+                  : (double)((const float *)x.data)[row * x.stride];
+}
+__device__ __forceinline__ int64_t integer_of(const Integers &x, int64_t at) {
+    return x.wide ? ((const int64_t *)x.data)[at] : (int64_t)((const int32_t *)x.data)[at];
+}
+
+/* ---- shared memory --------------------------------------------------------------------------- */
+struct Histogram {
+    uint32_t count[BINS];
+    uint32_t low[BINS], high[BINS]; /* the words of the sums */
+};
+struct Chunks {
+    int64_t sum[MOST_CHUNKS]; /* weights of keys below the last one */
+    int equal[MOST_CHUNKS];   /* tokens with the last key */
+};
+
+/* The tokens between two keys, and what comes before them in the order of x. */
+struct Class {
+    int64_t low, high; /* keys */
+    int64_t before_sum;
+    int before, count;
+    int bin; /* of the first histogram */
+};
+
+struct Shared {
+    Histogram all; /* of the whole row */
+    union {
+        Histogram part;
+        Chunks chunks;
+    };
+    int64_t list[LISTED];
+    double table[32];
+    int64_t wide[WARPS], wide2[WARPS];
+    int narrow[WARPS];
+    double real[WARPS];
+    Class chosen;
+    int listed, bin, equal_before;
+    int64_t place;
+};
+
+/* ---- reductions of a block ------------------------------------------------------------------- */
+/* Every thread gets its exclusive prefix sums, and the totals. */
+__device__ __forceinline__ void scan(Shared &s, int &count, int64_t &sum, int &counts,
+                                     int64_t &sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int own = count;
+    const int64_t own_sum = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int n = __shfl_up_sync(ALL, count, d);
+        const int64_t w = __shfl_up_sync(ALL, sum, d);
+        if (lane >= d) {
+            count += n;
+            sum += w;
+        }
+    }
+    __syncthreads(); /* the last call's readers */
+    if (lane == 31) {
+        s.narrow[warp] = count;
+        s.wide[warp] = sum;
+    }
+    __syncthreads();
+    int n = s.narrow[lane];
+    int64_t w = s.wide[lane];
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int m = __shfl_up_sync(ALL, n, d);
+        const int64_t u = __shfl_up_sync(ALL, w, d);
+        if (lane >= d) {
+            n += m;
+            w += u;
+        }
+    }
+    counts = __shfl_sync(ALL, n, 31);
+    sums = __shfl_sync(ALL, w, 31);
+    const int n_before = __shfl_sync(ALL, n, warp ? warp - 1 : 0);
+    const int64_t w_before = __shfl_sync(ALL, w, warp ? warp - 1 : 0);
+    count += (warp ? n_before : 0) - own;
+    sum += (warp ? w_before : 0) - own_sum;
+}
+
+__device__ __forceinline__ int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The least of `low` and the largest of `high` over a block. */
+__device__ __forceinline__ void range(Shared &s, int64_t &low, int64_t &high) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        low = lower(low, __shfl_xor_sync(ALL, low, d));
+        high = -lower(-high, -__shfl_xor_sync(ALL, high, d));
+    }
+    __syncthreads();
+    if (lane == 0) {
+        s.wide[warp] = low;
+        s.wide2[warp] = high;
+    }
+    __syncthreads();
+    low = s.wide[lane];
+    high = s.wide2[lane];
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        low = lower(low, __shfl_xor_sync(ALL, low, d));
+        high = -lower(-high, -__shfl_xor_sync(ALL, high, d));
+    }
+}
+
+/* ---- histograms ------------------------------------------------------------------------------ */
+__device__ __forceinline__ void clear(Histogram &h) {
+    for (int i = threadIdx.x; i < BINS; i += THREADS) h.count[i] = h.low[i] = h.high[i] = 0;
+    __syncthreads();
+}
+
+__device__ __forceinline__ void add(Histogram &h, int bin, uint32_t count, int64_t weight) {
+    const uint32_t low = (uint32_t)weight;
+    atomicAdd(&h.count[bin], count);
+    const uint32_t old = atomicAdd(&h.low[bin], low);
+    const uint32_t high = (uint32_t)(weight >> 32) + (old + low < old);
+    if (high) atomicAdd(&h.high[bin], high);
+}
+
+/* All lanes of a warp call it. Equal logits would make all lanes wait for one bin. */
+__device__ __forceinline__ void add_of_warp(Histogram &h, bool has, int bin, int64_t weight) {
+    const unsigned lanes = __ballot_sync(ALL, has);
+    if (!lanes) return;
+    const int leader = __ffs(lanes) - 1;
+    const int common = __shfl_sync(ALL, bin, leader);
+    if (!__all_sync(ALL, !has || bin == common)) {
+        if (has) add(h, bin, 1, weight);
+        return;
+    }
+    int64_t sum = has ? weight : 0;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
+    if ((int)(threadIdx.x % 32) == leader) add(h, common, (uint32_t)__popc(lanes), sum);
+}
+
+/* Chooses the last bin whose first token stays: fewer than `most` tokens come before it, with a
+ * sum below `share`. The first token of a class stays in any case. `from` is the class that the
+ * histogram is of. Leaves bin, before, before_sum and count in s.chosen. */
+__device__ __forceinline__ void choose(Shared &s, const Histogram &h, const Class &from, int most,
+                                       double share) {
+    __syncthreads(); /* the histogram is complete, and s.chosen was read */
+    int count[2], before;
+    int64_t sum[2], before_sum;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int bin = 2 * threadIdx.x + i;
+        count[i] = (int)h.count[bin];
+        sum[i] = (int64_t)h.high[bin] << 32 | h.low[bin];
+    }
+    before = count[0] + count[1];
+    before_sum = sum[0] + sum[1];
+    int all;
+    int64_t all_sum;
+    if (threadIdx.x == 0) s.bin = -1;
+    scan(s, before, before_sum, all, all_sum);
+    before += from.before;
+    before_sum += from.before_sum;
+    int mine = -1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int n = before + (i ? count[0] : 0);
+        const int64_t w = before_sum + (i ? sum[0] : 0);
+        if (count[i] && (n == from.before || (n < most && (double)w < share))) mine = i;
+    }
+    if (mine >= 0) atomicMax(&s.bin, 2 * (int)threadIdx.x + mine);
+    __syncthreads();
+    if (mine >= 0 && s.bin == 2 * (int)threadIdx.x + mine) {
+        s.chosen.bin = s.bin;
+        s.chosen.before = before + (mine ? count[0] : 0);
+        s.chosen.before_sum = before_sum + (mine ? sum[0] : 0);
+        s.chosen.count = count[mine];
+    }
+    __syncthreads();
+}
+
+/* ---- a row ----------------------------------------------------------------------------------- */
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ double wide(double x) { return x; }
+__device__ __forceinline__ float wide(__half x) { return __half2float(x); }
+__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+/* The tokens that stay: those whose key is below `last`, and of those with that key the first
+ * `room`. total: their weights. */
+struct Bound {
+    int64_t last, total;
+    int room;
+};
+
+template <class T, bool PENALISED> struct Row {
+    static constexpr int VEC = 16 / sizeof(T);
+    static constexpr int UNROLL = VEC > 4 ? 2 : 4;
+    typedef decltype(wide(T())) Wide;
+
+    const Params &p;
+    Shared &s;
+    int row;
+    const T *logits;
+    /* Token 0 is element `pad` of the 16 bytes that hold it; `vectors` such vectors hold the row.
+     */
+    int pad, vectors;
+    int slot;
+    double presence, frequency, repetition;
+    double largest, inverse, least;
+    double bins; /* a power of two: bins of the first histogram in a unit of x */
+
+    __device__ Row(const Params &p, Shared &s, int row, int slot)
+        : p(p), s(s), row(row), slot(slot) {
+        logits = (const T *)p.logits + row * p.row_stride;
+        pad = (int)((uintptr_t)logits % 16 / sizeof(T));
+        vectors = (pad + p.v + VEC - 1) / VEC;
+        if (PENALISED) {
+            presence = number_of(p.presence, row, 0);
+            frequency = number_of(p.frequency, row, 0);
+            repetition = number_of(p.repetition, row, 1);
+        }
+    }
+
+    struct alignas(16) Vec {
+        T v[VEC];
+    };
+
+    /* Vector j. Elements outside the row are not read. */
+    __device__ __forceinline__ Vec load(int j) const {
+        Vec x = {};
+        const T *from = logits - pad + (int64_t)j * VEC;
+        const int first = j * VEC - pad; /* its first token */
+        if (j >= vectors) return x;
+        if (first >= 0 && first + VEC <= p.v) return *(const Vec *)from;
+#pragma unroll
+        for (int e = 0; e < VEC; ++e)
+            if (first + e >= 0 && first + e < p.v) x.v[e] = from[e];
+        return x;
+    }
+
+    /* True if a token is one of the row's. */
+    __device__ __forceinline__ bool there(int token) const {
+        return (unsigned)token < (unsigned)p.v;
+    }
+
+    __device__ __forceinline__ Wide logit_of(T raw) const { return wide(raw); }
+
+    __device__ __forceinline__ double penalised(T raw, int token) const {
+        int times = p.counts[slot * p.counts_stride + token];
+        for (int d = 0; d < p.num_drafted; ++d)
+            times +=
+                integer_of(p.drafted, row * p.drafted.stride + d * p.drafted.last_stride) == token;
+        const bool in_prompt = p.prompt && p.prompt[slot * p.prompt_stride + token];
+        return gk_sample_penalised((double)wide(raw), times, in_prompt, presence, frequency,
+                                   repetition);
+    }
+
+    __device__ __forceinline__ double y_of(T raw, int token) const {
+        return PENALISED ? penalised(raw, token) : (double)wide(raw);
+    }
+
+    __device__ __forceinline__ double x_of(T raw, int token) const {
+        return GK_MUL(GK_ADD(y_of(raw, token), -largest), inverse);
+    }
+
+    /* Calls f(raw, token, whether it is the row's) for each element. Every lane of a warp takes
+     * the same steps. */
+    template <class F> __device__ __forceinline__ void each(F f) const {
+        for (int first = 0; first < vectors; first += UNROLL * THREADS) {
+            Vec x[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) x[u] = load(first + u * THREADS + threadIdx.x);
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                const int j = first + u * THREADS + threadIdx.x;
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    const int token = j * VEC + e - pad;
+                    f(x[u].v[e], token, there(token));
+                }
+            }
+        }
+    }
+
+    /* ---- 1: the largest y -------------------------------------------------------------------- */
+    /* NaN is larger than any number; of equal values the lower token wins. */
+    template <class Y> static __device__ __forceinline__ bool beats(Y y, int i, Y than, int other) {
+        if (y != y) return than == than || i < other;
+        return y > than || (y == than && i < other);
+    }
+
+    /* Sets `largest` and returns its token; `range`: how far the smallest finite y is below. */
+    __device__ __forceinline__ int best(double &range) {
+        typedef decltype(PENALISED ? double() : Wide()) Y;
+        Y top = -(Y)INFINITY, low = (Y)INFINITY;
+        int at = INT32_MAX;
+        each([&](T raw, int token, bool is_there) {
+            if (!is_there) return;
+            Y y;
+            if constexpr (PENALISED)
+                y = penalised(raw, token);
+            else
+                y = wide(raw);
+            if (beats(y, token, top, at)) {
+                top = y;
+                at = token;
+            }
+            if (y < low && y > -(Y)INFINITY) low = y;
+        });
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        double peak = top, least_y = low;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) {
+                const double other = __shfl_xor_sync(ALL, peak, d);
+                const int other_at = __shfl_xor_sync(ALL, at, d);
+                if (beats(other, other_at, peak, at)) {
+                    peak = other;
+                    at = other_at;
+                }
+                least_y = fmin(least_y, __shfl_xor_sync(ALL, least_y, d));
+            }
+            if (half) break;
+            if (lane == 0) {
+                s.real[warp] = peak;
+                s.narrow[warp] = at;
+                s.wide[warp] = __double_as_longlong(least_y);
+            }
+            __syncthreads();
+            peak = s.real[lane];
+            at = s.narrow[lane];
+            least_y = __longlong_as_double(s.wide[lane]);
+        }
+        largest = peak;
+        range = peak - least_y;
+        return at;
+    }
+
+    /* ---- 2: the first histogram -------------------------------------------------------------- */
+    __device__ __forceinline__ void count_all(double range) {
+        /* range / temperature < 2^k, at most 2^5 of which have a weight */
+        const double spread = fmin(range * inverse, -GK_SAMPLE_LEAST);
+        const int k = max((int)(__double_as_longlong(spread) >> 52) - 1022, -40);
+        bins = __longlong_as_double((int64_t)(1023 + 11 - k) << 52);
+        clear(s.all);
+        each([&](T raw, int token, bool is_there) {
+            double x = GK_SAMPLE_LEAST - 1;
+            if (is_there) x = x_of(raw, token);
+            bool has = x >= GK_SAMPLE_LEAST;
+            int bin = 0;
+            int64_t weight = 0;
+            if (has) {
+                const double e = gk_sample_exp(x, s.table);
+                has = e >= least;
+                weight = gk_sample_round(e);
+                bin = min((int)(-x * bins), BINS - 1);
+            }
+            add_of_warp(s.all, has, bin, weight);
+        });
+    }
+
+    /* ---- 3: the key of the last token that stays --------------------------------------------- */
+    /* Calls f(key) for each token of the row that has a weight and whose key is in [low, high]. */
+    template <class F>
+    __device__ __forceinline__ void each_between(int64_t low, int64_t high, F f) const {
+        each([&](T raw, int token, bool is_there) {
+            if (!is_there) return;
+            const double x = x_of(raw, token);
+            if (!(x >= GK_SAMPLE_LEAST)) return;
+            const int64_t key = __double_as_longlong(x) & INT64_MAX;
+            if (key < low || key > high) return;
+            if (least > 0 && !(gk_sample_exp(x, s.table) >= least)) return;
+            f(key);
+        });
+    }
+
+    __device__ __forceinline__ int64_t weight_of(int64_t key) const {
+        return gk_sample_round(gk_sample_exp(-__longlong_as_double(key), s.table));
+    }
+
+    /* Calls f(key) for each token of a class, from the list if it has them. */
+    template <class F>
+    __device__ __forceinline__ void each_of(const Class &c, bool listed, int in_list, F f) const {
+        if (!listed) {
+            each_between(c.low, c.high, f);
+            return;
+        }
+        for (int i = threadIdx.x; i < in_list; i += THREADS)
+            if (s.list[i] >= c.low && s.list[i] <= c.high) f(s.list[i]);
+    }
+
+    /* The first `most` tokens in the order of x, among which a token stays if the weights before
+     * it have a sum below `share`; one token stays in any case. s.listed is the bin whose tokens
+     * are in the list, in_list their number. */
+    __device__ __forceinline__ Bound bound_of(int most, double share, int &in_list) {
+        Class c = {0, 0, 0, 0, 0, 0};
+        choose(s, s.all, c, most, share);
+        if (s.bin < 0) return {NO_KEY, 0, 0}; /* no token has a weight */
+        c = s.chosen;
+        c.low = c.bin ? __double_as_longlong(c.bin / bins) : 0;
+        /* the last bin also holds what rounds up to its end */
+        c.high = c.bin == BINS - 1 ? NO_KEY : __double_as_longlong((c.bin + 1) / bins) - 1;
+        bool listed = s.listed == c.bin;
+        if (!listed && c.count <= LISTED) {
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                s.narrow[0] = 0;
+                s.listed = c.bin;
+            }
+            __syncthreads();
+            each_between(c.low, c.high,
+                         [&](int64_t key) { s.list[atomicAdd(&s.narrow[0], 1)] = key; });
+            in_list = c.count;
+            listed = true;
+            __syncthreads();
+        }
+        for (;;) {
+            int64_t low = NO_KEY, high = 0;
+            each_of(c, listed, in_list, [&](int64_t key) {
+                low = lower(low, key);
+                high = -lower(-high, -key);
+            });
+            range(s, low, high);
+            if (low == high) {
+                c.low = low;
+                break;
+            }
+            c.low = low;
+            const int bits = 64 - __clzll(high - low), shift = max(bits - 11, 0);
+            clear(s.part);
+            each_of(c, listed, in_list, [&](int64_t key) {
+                add(s.part, (int)((key - low) >> shift), 1, weight_of(key));
+            });
+            choose(s, s.part, c, most, share);
+            c = s.chosen;
+            c.low = low + ((int64_t)c.bin << shift);
+            c.high = c.low + ((int64_t)1 << shift) - 1;
+        }
+        /* all tokens of the class have one key; a token has a place if those before leave it one */
+        const int64_t each_weight = weight_of(c.low);
+        int room = 1, most_room = min(c.count, most - c.before);
+        while (room < most_room) {
+            const int middle = room + (most_room - room + 1) / 2;
+            if ((double)(c.before_sum + (middle - 1) * each_weight) < share)
+                room = middle;
+            else
+                most_room = middle - 1;
+        }
+        return {c.low, c.before_sum + room * each_weight, room};
+    }
+
+    /* ---- 4 and 5: the draw ------------------------------------------------------------------- */
+    /* The weight of a token whose key is below the bound's; equal: its key is the bound's. */
+    __device__ __forceinline__ int64_t kept(const Bound &keep, T raw, int token,
+                                            bool &equal) const {
+        equal = false;
+        if (!there(token)) return 0;
+        const double x = x_of(raw, token);
+        if (!(x >= GK_SAMPLE_LEAST)) return 0;
+        const int64_t key = __double_as_longlong(x) & INT64_MAX;
+        if (key > keep.last) return 0;
+        const double e = gk_sample_exp(x, s.table);
+        if (!(e >= least)) return 0;
+        equal = key == keep.last;
+        return equal ? 0 : gk_sample_round(e);
+    }
+
+    __device__ __forceinline__ int64_t draw(const Bound &keep, int otherwise) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        /* a chunk is so many vectors a lane */
+        const int each_lane = max(UNROLL, (vectors + 32 * MOST_CHUNKS - 1) / (32 * MOST_CHUNKS));
+        const int chunks = (vectors + 32 * each_lane - 1) / (32 * each_lane);
+        const int64_t each_weight = keep.last == NO_KEY ? 0 : weight_of(keep.last);
+        __syncthreads(); /* the second histogram's readers */
+        for (int c = warp; c < chunks; c += WARPS) {
+            int64_t sum = 0;
+            int equals = 0;
+            for (int i = 0; i < each_lane; i += UNROLL) {
+                Vec x[UNROLL];
+                const int first = (c * each_lane + i) * 32 + lane;
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u)
+                    if (i + u < each_lane) x[u] = load(first + 32 * u);
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) {
+                    if (i + u >= each_lane) break;
+#pragma unroll
+                    for (int e = 0; e < VEC; ++e) {
+                        bool equal;
+                        sum += kept(keep, x[u].v[e], (first + 32 * u) * VEC + e - pad, equal);
+                        equals += equal;
+                    }
+                }
+            }
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
+            equals = __reduce_add_sync(ALL, equals);
+            if (lane == 0) {
+                s.chunks.sum[c] = sum;
+                s.chunks.equal[c] = equals;
+            }
+        }
+        __syncthreads();
+        const bool has_chunk = (int)threadIdx.x < chunks;
+        const int equal = has_chunk ? s.chunks.equal[threadIdx.x] : 0;
+        int equal_before = equal, all;
+        int64_t unused = 0, none;
+        scan(s, equal_before, unused, all, none);
+        const int stay = max(min(equal, keep.room - equal_before), 0);
+        const int64_t own = (has_chunk ? s.chunks.sum[threadIdx.x] : 0) + stay * each_weight;
+        int64_t before = own, total;
+        int zero = 0;
+        scan(s, zero, before, all, total);
+        if (total == 0) return otherwise;
+        const double at = GK_MUL(number_of(p.number, row, 0), (double)total);
+        int64_t place = at > 0 ? (at < (double)total ? (int64_t)at : total - 1) : 0;
+        place = lower(place, total - 1);
+        if (before <= place && place < before + own) {
+            s.bin = threadIdx.x;
+            s.place = place - before; /* in the chunk */
+            s.equal_before = equal_before;
+        }
+        __syncthreads();
+        place = s.place;
+        equal_before = s.equal_before;
+        /* every warp looks for it, so that all threads return the token */
+        for (int i = 0; i < each_lane; ++i) {
+            const int j = (s.bin * each_lane + i) * 32 + lane;
+            const Vec x = load(j);
+            int64_t weight[VEC], sum = 0;
+            int equals = 0;
+            unsigned is_equal = 0;
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                bool equal;
+                weight[e] = kept(keep, x.v[e], j * VEC + e - pad, equal);
+                is_equal |= (unsigned)equal << e;
+            }
+            equals = __popc(is_equal);
+            int rank = equals;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int n = __shfl_up_sync(ALL, rank, d);
+                if (lane >= d) rank += n;
+            }
+            const int last_rank = __shfl_sync(ALL, rank, 31);
+            rank += equal_before - equals;
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                if (is_equal >> e & 1) weight[e] = rank++ < keep.room ? each_weight : 0;
+                sum += weight[e];
+            }
+            int64_t upto = sum;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int64_t w = __shfl_up_sync(ALL, upto, d);
+                if (lane >= d) upto += w;
+            }
+            const unsigned hit = __ballot_sync(ALL, upto > place);
+            if (hit) {
+                int passed = 0; /* of this lane's tokens, those up to which the sum is too small */
+                upto -= sum;
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    upto += weight[e];
+                    passed += upto <= place;
+                }
+                const int token = j * VEC + passed - pad;
+                return __shfl_sync(ALL, token, __ffs(hit) - 1);
+            }
+            place -= __shfl_sync(ALL, upto, 31);
+            equal_before += last_rank;
+        }
+        return otherwise;
+    }
+
+    __device__ __forceinline__ int64_t token() {
+        double range;
+        const int most_likely = best(range);
+        const double temperature = number_of(p.temperature, row, 0);
+        if (!(temperature > 0) || !isfinite(largest)) return most_likely;
+        inverse = GK_DIV(1.0, temperature);
+        least = GK_MUL(number_of(p.min_p, row, 0), GK_SAMPLE_ONE);
+        const int64_t top_k = p.top_k.data ? integer_of(p.top_k, row * p.top_k.stride) : 0;
+        const double top_p = number_of(p.top_p, row, 1);
+        Bound keep = {NO_KEY, 0, 0};
+        const bool by_count = top_k > 0 && top_k < p.v, by_sum = top_p < 1;
+        if (by_count || by_sum) {
+            int in_list = 0;
+            count_all(range);
+            const int most = by_count ? (int)top_k : INT32_MAX;
+            keep = bound_of(most, INFINITY, in_list);
+            if (by_sum && keep.last != NO_KEY)
+                keep = bound_of(most, GK_MUL(top_p, (double)keep.total), in_list);
+        }
+        return draw(keep, most_likely);
+    }
+};
+
+/* ---- the kernel ------------------------------------------------------------------------------ */
+template <class T> __global__ void __launch_bounds__(THREADS, 1) sample_tokens_kernel(Params p) {
+    extern __shared__ __align__(16) char memory[];
+    Shared &s = *(Shared *)memory;
+    if (threadIdx.x < 32) s.table[threadIdx.x] = powers[threadIdx.x];
+    if (threadIdx.x == 0) s.listed = -1;
+    __syncthreads();
+    const int row = blockIdx.x;
+    int64_t slot = p.slots.data ? integer_of(p.slots, row * p.slots.stride) : -1;
+    if (slot >= p.num_slots) {
+        if (threadIdx.x == 0) report(p.error_word, GK_BAD_COUNT_SLOTS);
+        slot = -1;
+    }
+    const int64_t token = slot < 0 ? Row<T, false>(p, s, row, -1).token()
+                                   : Row<T, true>(p, s, row, (int)slot).token();
+    if (threadIdx.x == 0) p.out[row] = token;
+}
+
+Numbers numbers_of(const gk_tensor *t) {
+    return t ? Numbers{t->data, t->stride[0], t->dtype == GK_F64} : Numbers{};
+}
+Integers integers_of(const gk_tensor *t) {
+    if (!t) return {};
+    return {t->data, t->stride[0], t->ndim > 1 ? t->stride[1] : 0, t->dtype == GK_I64};
+}
+
+template <class T> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+    const gk_sample_tokens_args *a = (const gk_sample_tokens_args *)args;
+    Params p = {};
+    p.logits = a->logits.data;
+    p.row_stride = a->logits.stride[0];
+    p.v = (int)a->logits.shape[1];
+    p.temperature = numbers_of(&a->temperature);
+    p.number = numbers_of(&a->number);
+    p.top_p = numbers_of(a->top_p);
+    p.min_p = numbers_of(a->min_p);
+    p.presence = numbers_of(a->presence);
+    p.frequency = numbers_of(a->frequency);
+    p.repetition = numbers_of(a->repetition);
+    p.top_k = integers_of(a->top_k);
+    p.slots = integers_of(a->slots);
+    p.drafted = integers_of(a->drafted);
+    p.num_drafted = a->drafted ? (int)a->drafted->shape[1] : 0;
+    if (a->counts) {
+        p.counts = (const int32_t *)a->counts->data;
+        p.counts_stride = a->counts->stride[0];
+        p.num_slots = a->counts->shape[0];
+    }
+    if (a->prompt) {
+        p.prompt = (const uint8_t *)a->prompt->data;
+        p.prompt_stride = a->prompt->stride[0];
+    }
+    p.out = (int64_t *)a->out.data;
+    p.error_word = ctx->error_word;
+    return launch<sample_tokens_kernel<T>>(
+        "gk_sample_tokens", ctx, dim3((unsigned)a->logits.shape[0]), THREADS, sizeof(Shared), p);
+}
+
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *plan) {
+    const gk_sample_tokens_args *a = (const gk_sample_tokens_args *)args;
+    plan->tasks = a->logits.shape[0];
+    return gk_grid_fits(plan->tasks) && smem_fits(ctx, (int)sizeof(Shared));
+}
+
+template <class T> int blocks() {
+    return blocks_per_sm<sample_tokens_kernel<T>>(THREADS, sizeof(Shared));
+}
+
+const gk_cuda_instance instances[] = {
+    {"sample_tokens_f32", GK_F32, plan, run<float>, {}, blocks<float>},
+    {"sample_tokens_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, blocks<__nv_bfloat16>},
+    {"sample_tokens_f16", GK_F16, plan, run<__half>, {}, blocks<__half>},
+    {"sample_tokens_f64", GK_F64, plan, run<double>, {}, blocks<double>},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_sample_tokens_table = {instances, 4, 80, NULL};
