@@ -10,8 +10,9 @@ import torch
 from serving import all_free, prompts_of, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_gpukern import sample_tokens
 from torch_gpukern.serve import Engine, Request, TransformersModel
-from torch_gpukern.serve.sampling import Place, Sampler, sample, uniform
+from torch_gpukern.serve.sampling import Place, Sampler, uniform
 
 pytest_plugins = ("serve_fixtures",)
 
@@ -181,35 +182,27 @@ def test_nothing_is_read_on_the_host():
     contents, raises. So the same can be captured in a graph."""
     places = [place(answer=[1], **settings) for settings in SETTINGS]
     sampler = Sampler(len(places), 300, torch.device("cpu"))
-    drawn = [i for i, at in enumerate(places) if at.request.temperature > 0]
-    arguments = (
-        torch.randn(len(places), 300),
-        sampler.ints(drawn),
-        sampler.draws([places[i] for i in drawn]),
-        sampler.penalties(places),
-    )
+    arguments = {"logits": torch.randn(len(places), 300), **sampler.settings(places)}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, arguments)
-        out = sample(*fake)
+        out = sample_tokens(**fake)
     assert out.shape == (len(places),) and out.dtype == torch.int64
     with pytest.raises(Exception, match="data-dependent|Data-dependent|aten._local_scalar_dense"):
         with mode:
-            fake[0].argmax().item()
+            fake["logits"].argmax().item()
 
 
 @pytest.mark.gpu
 def test_captured_sampling_is_the_same():
     places = [place(answer=[1], **settings) for settings in SETTINGS]
     sampler = Sampler(len(places), 5000, torch.device("cuda"))
-    drawn = [i for i, at in enumerate(places) if at.request.temperature > 0]
     logits = torch.randn(len(places), 5000, device="cuda")
-    rest = sampler.ints(drawn), sampler.draws([places[i] for i in drawn])
-    penalties = sampler.penalties(places)
-    want = sample(logits, *rest, penalties)
+    settings = sampler.settings(places)
+    want = sample_tokens(logits, **settings)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(logits, *rest, penalties)
+        out = sample_tokens(logits, **settings)
     graph.replay()
     assert out.tolist() == want.tolist()
     on_cpu = Sampler(len(places), 5000, torch.device("cpu"))

@@ -3,7 +3,8 @@
 their prompts have.
 
 The counts stay on the device, in a slot a request. A step brings the tokens that came since the
-last one, so that its cost does not grow with the answer.
+last one, so that its cost does not grow with the answer. `sample_tokens` reads the rows in place,
+and adds the drafted tokens itself.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ class Counts:
         if request in self.known:
             self.free.append(self.known.pop(request)[0])
 
-    def rows(self, wanted: Sequence[tuple[Request, Sequence[int]]]) -> tuple[Tensor, Tensor]:
-        """(int32 counts of the answers, bool marks of the prompts), each [rows, vocab] and the
-        caller's. A row is a request and the drafted tokens that count as its answer."""
+    def slot(self, request: Request) -> int:
+        return self.known[request][0]
+
+    def count(self, wanted: Sequence[Request]) -> None:
+        """Counts the tokens that these requests have got since the last call."""
         if self.answer is None or self.prompt is None:
             self.answer = torch.zeros(self.slots, self.vocab, dtype=torch.int32, device=self.device)
             self.prompt = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.device)
         in_prompt: list[int] = []  # places of the flat tables
         in_answer: list[int] = []
-        for request, _ in wanted:
+        for request in wanted:
             if request not in self.known:
                 slot = self.free.pop()
                 self.answer[slot].zero_()
@@ -59,17 +62,9 @@ class Counts:
         if in_prompt:
             self.prompt.view(-1).index_fill_(0, self.places(in_prompt), True)
         if in_answer:
-            self.add(self.answer, in_answer)
-        slots = self.places([self.known[request][0] for request, _ in wanted])
-        answer, prompt_marks = self.answer[slots], self.prompt[slots]
-        drafted = [r * self.vocab + t for r, (_, tokens) in enumerate(wanted) for t in tokens]
-        if drafted:
-            self.add(answer, drafted)
-        return answer, prompt_marks
-
-    def add(self, counts: Tensor, places: list[int]) -> None:
-        at = self.places(places)
-        counts.view(-1).scatter_add_(0, at, torch.ones_like(at, dtype=counts.dtype))
+            at = self.places(in_answer)
+            ones = torch.ones_like(at, dtype=torch.int32)
+            self.answer.view(-1).scatter_add_(0, at, ones)
 
     def places(self, values: list[int]) -> Tensor:
         return on_device(values, torch.int64, self.device)

@@ -9,7 +9,8 @@
  *   2  with top_k or top_p: how many tokens lie in each of 2048 equal parts of the range of x, and
  *      their weights
  *   3  for top_k, then for top_p: the tokens of the part that holds the last token which stays.
- *      They go to shared memory, where further histograms find the value of that token
+ *      They go to shared memory, where further histograms find the value of that token. If top_k
+ *      is at most 4096, top_p only looks at the tokens that top_k left
  *   4  the weights that are left, by chunk of the row
  *   5  the token in the chunk that the number hits
  *
@@ -33,10 +34,12 @@ enum {
     WARPS = THREADS / 32,
     BINS = 2 * THREADS, /* a thread has two in a scan */
     LISTED = 4096,      /* keys in shared memory */
-    MOST_CHUNKS = THREADS
+    MOST_CHUNKS = THREADS,
+    LEAST_VECTORS = 4 /* of a lane in a chunk */
 };
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int64_t NO_KEY = INT64_MAX;
+constexpr float MARGIN = 1e-4f; /* of x in float32: 31 times 2^-21 is 1.5e-5 */
 __constant__ double powers[32] = GK_SAMPLE_TABLE;
 
 /* ---- parameters ------------------------------------------------------------------------------ */
@@ -105,8 +108,10 @@ struct Shared {
     int64_t wide[WARPS], wide2[WARPS];
     int narrow[WARPS];
     double real[WARPS];
+    double presence, frequency, repetition;
     Class chosen;
-    int listed, bin, equal_before;
+    int listed, in_list; /* the bin whose keys the list has, and their number */
+    int bin, equal_before;
     int64_t place;
 };
 
@@ -191,19 +196,27 @@ __device__ __forceinline__ void add(Histogram &h, int bin, uint32_t count, int64
 }
 
 /* All lanes of a warp call it. Equal logits would make all lanes wait for one bin. */
+template <bool WEIGHTS>
 __device__ __forceinline__ void add_of_warp(Histogram &h, bool has, int bin, int64_t weight) {
     const unsigned lanes = __ballot_sync(ALL, has);
     if (!lanes) return;
     const int leader = __ffs(lanes) - 1;
     const int common = __shfl_sync(ALL, bin, leader);
-    if (!__all_sync(ALL, !has || bin == common)) {
-        if (has) add(h, bin, 1, weight);
-        return;
-    }
-    int64_t sum = has ? weight : 0;
+    const bool alike = __all_sync(ALL, !has || bin == common);
+    if (alike) {
+        has = (int)(threadIdx.x % 32) == leader;
+        if (WEIGHTS) {
+            weight = lanes >> (threadIdx.x % 32) & 1 ? weight : 0;
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
-    if ((int)(threadIdx.x % 32) == leader) add(h, common, (uint32_t)__popc(lanes), sum);
+            for (int d = 16; d > 0; d /= 2) weight += __shfl_xor_sync(ALL, weight, d);
+        }
+    }
+    if (!has) return;
+    const uint32_t count = alike ? (uint32_t)__popc(lanes) : 1;
+    if (WEIGHTS)
+        add(h, bin, count, weight);
+    else
+        atomicAdd(&h.count[bin], count);
 }
 
 /* Chooses the last bin whose first token stays: fewer than `most` tokens come before it, with a
@@ -260,8 +273,9 @@ struct Bound {
 };
 
 template <class T, bool PENALISED> struct Row {
-    static constexpr int VEC = 16 / sizeof(T);
-    static constexpr int UNROLL = VEC > 4 ? 2 : 4;
+    /* Elements of a load. A row with penalties also loads counts and marks, and takes one. */
+    static constexpr int VEC = PENALISED ? 1 : sizeof(T) > 4 ? 2 : 4;
+    static constexpr int VEC_BYTES = VEC * sizeof(T);
     typedef decltype(wide(T())) Wide;
 
     const Params &p;
@@ -272,23 +286,26 @@ template <class T, bool PENALISED> struct Row {
      */
     int pad, vectors;
     int slot;
-    double presence, frequency, repetition;
     double largest, inverse, least;
-    double bins; /* a power of two: bins of the first histogram in a unit of x */
+    bool in_float; /* float32 can hold x, and what it is made of */
+    double bins;   /* a power of two: bins of the first histogram in a unit of x */
 
     __device__ Row(const Params &p, Shared &s, int row, int slot)
         : p(p), s(s), row(row), slot(slot) {
         logits = (const T *)p.logits + row * p.row_stride;
-        pad = (int)((uintptr_t)logits % 16 / sizeof(T));
+        pad = (int)((uintptr_t)logits % VEC_BYTES / sizeof(T));
         vectors = (pad + p.v + VEC - 1) / VEC;
         if (PENALISED) {
-            presence = number_of(p.presence, row, 0);
-            frequency = number_of(p.frequency, row, 0);
-            repetition = number_of(p.repetition, row, 1);
+            if (threadIdx.x == 0) {
+                s.presence = number_of(p.presence, row, 0);
+                s.frequency = number_of(p.frequency, row, 0);
+                s.repetition = number_of(p.repetition, row, 1);
+            }
+            __syncthreads();
         }
     }
 
-    struct alignas(16) Vec {
+    struct alignas(VEC_BYTES) Vec {
         T v[VEC];
     };
 
@@ -314,12 +331,13 @@ template <class T, bool PENALISED> struct Row {
 
     __device__ __forceinline__ double penalised(T raw, int token) const {
         int times = p.counts[slot * p.counts_stride + token];
+#pragma unroll 1
         for (int d = 0; d < p.num_drafted; ++d)
             times +=
                 integer_of(p.drafted, row * p.drafted.stride + d * p.drafted.last_stride) == token;
         const bool in_prompt = p.prompt && p.prompt[slot * p.prompt_stride + token];
-        return gk_sample_penalised((double)wide(raw), times, in_prompt, presence, frequency,
-                                   repetition);
+        return gk_sample_penalised((double)wide(raw), times, in_prompt, s.presence, s.frequency,
+                                   s.repetition);
     }
 
     __device__ __forceinline__ double y_of(T raw, int token) const {
@@ -330,22 +348,44 @@ template <class T, bool PENALISED> struct Row {
         return GK_MUL(GK_ADD(y_of(raw, token), -largest), inverse);
     }
 
-    /* Calls f(raw, token, whether it is the row's) for each element. Every lane of a warp takes
-     * the same steps. */
+    /* Bounds of x in float32, wide enough for its rounding errors. Most tokens of a pass lie
+     * outside, and cost no arithmetic in float64. */
+    struct Near {
+        float from, to;
+    };
+    __device__ __forceinline__ Near near_keys(int64_t low, int64_t high) const {
+        if (PENALISED || sizeof(T) > 4 || !in_float) return {-INFINITY, INFINITY};
+        /* fmax: the bits of NO_KEY are NaN */
+        const double from = fmax(-__longlong_as_double(high), GK_SAMPLE_LEAST);
+        return {(float)from - MARGIN, (float)-__longlong_as_double(low) + MARGIN};
+    }
+    __device__ __forceinline__ bool is_far(T raw, const Near &near) const {
+        if constexpr (PENALISED || sizeof(T) > 4) {
+            return false;
+        } else {
+            const float x = (wide(raw) - (float)largest) * (float)inverse;
+            return x < near.from || x > near.to;
+        }
+    }
+
+    /* Calls f(raw, token, whether it is the row's) for each element of vector j. */
+    template <class F> __device__ __forceinline__ void each_in(const Vec &x, int j, F f) const {
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            const int token = j * VEC + e - pad;
+            f(x.v[e], token, there(token));
+        }
+    }
+
+    /* The same for the whole row. Every lane of a warp takes the same steps. The next vector is on
+     * its way while f is computed: unrolled, f would spill registers. */
     template <class F> __device__ __forceinline__ void each(F f) const {
-        for (int first = 0; first < vectors; first += UNROLL * THREADS) {
-            Vec x[UNROLL];
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) x[u] = load(first + u * THREADS + threadIdx.x);
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const int j = first + u * THREADS + threadIdx.x;
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) {
-                    const int token = j * VEC + e - pad;
-                    f(x[u].v[e], token, there(token));
-                }
-            }
+        Vec next = load(threadIdx.x);
+#pragma unroll 1
+        for (int first = 0; first < vectors; first += THREADS) {
+            const Vec x = next;
+            next = load(first + THREADS + threadIdx.x);
+            each_in(x, first + threadIdx.x, f);
         }
     }
 
@@ -405,25 +445,28 @@ template <class T, bool PENALISED> struct Row {
     }
 
     /* ---- 2: the first histogram -------------------------------------------------------------- */
-    __device__ __forceinline__ void count_all(double range) {
+    template <bool WEIGHTS> __device__ __forceinline__ void count_all(double range) {
         /* range / temperature < 2^k, at most 2^5 of which have a weight */
         const double spread = fmin(range * inverse, -GK_SAMPLE_LEAST);
         const int k = max((int)(__double_as_longlong(spread) >> 52) - 1022, -40);
         bins = __longlong_as_double((int64_t)(1023 + 11 - k) << 52);
         clear(s.all);
+        const Near near = near_keys(0, NO_KEY);
         each([&](T raw, int token, bool is_there) {
             double x = GK_SAMPLE_LEAST - 1;
-            if (is_there) x = x_of(raw, token);
+            if (is_there && !is_far(raw, near)) x = x_of(raw, token);
             bool has = x >= GK_SAMPLE_LEAST;
             int bin = 0;
             int64_t weight = 0;
             if (has) {
-                const double e = gk_sample_exp(x, s.table);
-                has = e >= least;
-                weight = gk_sample_round(e);
+                if (WEIGHTS || least > 0) {
+                    const double e = gk_sample_exp(x, s.table);
+                    has = e >= least;
+                    weight = gk_sample_round(e);
+                }
                 bin = min((int)(-x * bins), BINS - 1);
             }
-            add_of_warp(s.all, has, bin, weight);
+            add_of_warp<WEIGHTS>(s.all, has, bin, weight);
         });
     }
 
@@ -431,8 +474,9 @@ template <class T, bool PENALISED> struct Row {
     /* Calls f(key) for each token of the row that has a weight and whose key is in [low, high]. */
     template <class F>
     __device__ __forceinline__ void each_between(int64_t low, int64_t high, F f) const {
+        const Near near = near_keys(low, high);
         each([&](T raw, int token, bool is_there) {
-            if (!is_there) return;
+            if (!is_there || is_far(raw, near)) return;
             const double x = x_of(raw, token);
             if (!(x >= GK_SAMPLE_LEAST)) return;
             const int64_t key = __double_as_longlong(x) & INT64_MAX;
@@ -457,31 +501,24 @@ template <class T, bool PENALISED> struct Row {
             if (s.list[i] >= c.low && s.list[i] <= c.high) f(s.list[i]);
     }
 
-    /* The first `most` tokens in the order of x, among which a token stays if the weights before
-     * it have a sum below `share`; one token stays in any case. s.listed is the bin whose tokens
-     * are in the list, in_list their number. */
-    __device__ __forceinline__ Bound bound_of(int most, double share, int &in_list) {
-        Class c = {0, 0, 0, 0, 0, 0};
-        choose(s, s.all, c, most, share);
-        if (s.bin < 0) return {NO_KEY, 0, 0}; /* no token has a weight */
-        c = s.chosen;
-        c.low = c.bin ? __double_as_longlong(c.bin / bins) : 0;
-        /* the last bin also holds what rounds up to its end */
-        c.high = c.bin == BINS - 1 ? NO_KEY : __double_as_longlong((c.bin + 1) / bins) - 1;
-        bool listed = s.listed == c.bin;
-        if (!listed && c.count <= LISTED) {
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                s.narrow[0] = 0;
-                s.listed = c.bin;
-            }
-            __syncthreads();
-            each_between(c.low, c.high,
-                         [&](int64_t key) { s.list[atomicAdd(&s.narrow[0], 1)] = key; });
-            in_list = c.count;
-            listed = true;
-            __syncthreads();
+    /* Puts the keys from low to high into the list, and returns their number. */
+    __device__ __forceinline__ int collect(int64_t low, int64_t high, int bin) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            s.in_list = 0;
+            s.listed = bin;
         }
+        __syncthreads();
+        each_between(low, high, [&](int64_t key) { s.list[atomicAdd(&s.in_list, 1)] = key; });
+        __syncthreads();
+        return s.in_list;
+    }
+
+    /* The bound of the first `most` tokens in the order of x, among which a token stays if the
+     * weights before it have a sum below `share`; one token stays in any case. The last token that
+     * stays is in class c. */
+    __device__ __forceinline__ Bound narrowed(Class c, int most, double share, bool listed) {
+        const int in_list = s.in_list;
         for (;;) {
             int64_t low = NO_KEY, high = 0;
             each_of(c, listed, in_list, [&](int64_t key) {
@@ -517,12 +554,63 @@ template <class T, bool PENALISED> struct Row {
         return {c.low, c.before_sum + room * each_weight, room};
     }
 
+    /* The sum of the first histogram. */
+    __device__ __forceinline__ int64_t sum_of_all() {
+        __syncthreads();
+        int64_t sum = 0, total;
+        for (int i = threadIdx.x; i < BINS; i += THREADS)
+            sum += (int64_t)s.all.high[i] << 32 | s.all.low[i];
+        int none = 0, nothing;
+        scan(s, none, sum, nothing, total);
+        return total;
+    }
+
+    /* What top_k and then top_p leave: first the bound by count, then the one by weights. Few
+     * tokens that top_k left are all in the list for top_p. */
+    __device__ __forceinline__ Bound bound_of(int most, double top_p, bool few) {
+        Bound keep = {NO_KEY, 0, 0};
+        if (most == INT32_MAX) keep.total = sum_of_all();
+#pragma unroll 1
+        for (int by_sum = most == INT32_MAX; by_sum < (top_p < 1 ? 2 : 1); ++by_sum) {
+            Class c = {0, 0, 0, 0, 0, 0};
+            double share = INFINITY;
+            bool listed = true;
+            if (by_sum && few) {
+                const int before = collect(0, keep.last - 1, -1);
+                __syncthreads();
+                for (int i = threadIdx.x; i < keep.room; i += THREADS)
+                    s.list[before + i] = keep.last;
+                if (threadIdx.x == 0) s.in_list = before + keep.room;
+                __syncthreads();
+                int64_t sum = 0;
+                for (int i = threadIdx.x; i < s.in_list; i += THREADS) sum += weight_of(s.list[i]);
+                int none = 0, nothing;
+                scan(s, none, sum, nothing, keep.total);
+                c.high = keep.last;
+                c.count = s.in_list;
+                most = INT32_MAX;
+            }
+            if (by_sum) share = GK_MUL(top_p, (double)keep.total);
+            if (!(by_sum && few)) {
+                choose(s, s.all, c, most, share);
+                if (s.bin < 0) return {NO_KEY, 0, 0}; /* no token has a weight */
+                c = s.chosen;
+                c.low = __double_as_longlong(c.bin / bins);
+                c.high = c.bin == BINS - 1 ? NO_KEY : __double_as_longlong((c.bin + 1) / bins) - 1;
+                listed = s.listed == c.bin || c.count <= LISTED;
+                if (listed && s.listed != c.bin) collect(c.low, c.high, c.bin);
+            }
+            keep = narrowed(c, most, share, listed);
+        }
+        return keep;
+    }
+
     /* ---- 4 and 5: the draw ------------------------------------------------------------------- */
     /* The weight of a token whose key is below the bound's; equal: its key is the bound's. */
-    __device__ __forceinline__ int64_t kept(const Bound &keep, T raw, int token,
+    __device__ __forceinline__ int64_t kept(const Bound &keep, const Near &near, T raw, int token,
                                             bool &equal) const {
         equal = false;
-        if (!there(token)) return 0;
+        if (!there(token) || is_far(raw, near)) return 0;
         const double x = x_of(raw, token);
         if (!(x >= GK_SAMPLE_LEAST)) return 0;
         const int64_t key = __double_as_longlong(x) & INT64_MAX;
@@ -536,29 +624,26 @@ template <class T, bool PENALISED> struct Row {
     __device__ __forceinline__ int64_t draw(const Bound &keep, int otherwise) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         /* a chunk is so many vectors a lane */
-        const int each_lane = max(UNROLL, (vectors + 32 * MOST_CHUNKS - 1) / (32 * MOST_CHUNKS));
+        const int each_lane =
+            max(LEAST_VECTORS, (vectors + 32 * MOST_CHUNKS - 1) / (32 * MOST_CHUNKS));
         const int chunks = (vectors + 32 * each_lane - 1) / (32 * each_lane);
         const int64_t each_weight = keep.last == NO_KEY ? 0 : weight_of(keep.last);
+        const Near near = near_keys(0, keep.last);
         __syncthreads(); /* the second histogram's readers */
         for (int c = warp; c < chunks; c += WARPS) {
             int64_t sum = 0;
             int equals = 0;
-            for (int i = 0; i < each_lane; i += UNROLL) {
-                Vec x[UNROLL];
-                const int first = (c * each_lane + i) * 32 + lane;
-#pragma unroll
-                for (int u = 0; u < UNROLL; ++u)
-                    if (i + u < each_lane) x[u] = load(first + 32 * u);
-#pragma unroll
-                for (int u = 0; u < UNROLL; ++u) {
-                    if (i + u >= each_lane) break;
-#pragma unroll
-                    for (int e = 0; e < VEC; ++e) {
-                        bool equal;
-                        sum += kept(keep, x[u].v[e], (first + 32 * u) * VEC + e - pad, equal);
-                        equals += equal;
-                    }
-                }
+            Vec next = load(c * each_lane * 32 + lane);
+#pragma unroll 1
+            for (int i = 0; i < each_lane; ++i) {
+                const int j = (c * each_lane + i) * 32 + lane;
+                const Vec x = next;
+                next = load(j + 32);
+                each_in(x, j, [&](T raw, int token, bool) {
+                    bool equal;
+                    sum += kept(keep, near, raw, token, equal);
+                    equals += equal;
+                });
             }
 #pragma unroll
             for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
@@ -601,7 +686,7 @@ template <class T, bool PENALISED> struct Row {
 #pragma unroll
             for (int e = 0; e < VEC; ++e) {
                 bool equal;
-                weight[e] = kept(keep, x.v[e], j * VEC + e - pad, equal);
+                weight[e] = kept(keep, near, x.v[e], j * VEC + e - pad, equal);
                 is_equal |= (unsigned)equal << e;
             }
             equals = __popc(is_equal);
@@ -648,18 +733,20 @@ template <class T, bool PENALISED> struct Row {
         const double temperature = number_of(p.temperature, row, 0);
         if (!(temperature > 0) || !isfinite(largest)) return most_likely;
         inverse = GK_DIV(1.0, temperature);
+        in_float = fabs(largest) < 1e30 && range < 1e30 && inverse > 1e-30 && inverse < 1e30;
         least = GK_MUL(number_of(p.min_p, row, 0), GK_SAMPLE_ONE);
         const int64_t top_k = p.top_k.data ? integer_of(p.top_k, row * p.top_k.stride) : 0;
         const double top_p = number_of(p.top_p, row, 1);
         Bound keep = {NO_KEY, 0, 0};
         const bool by_count = top_k > 0 && top_k < p.v, by_sum = top_p < 1;
         if (by_count || by_sum) {
-            int in_list = 0;
-            count_all(range);
             const int most = by_count ? (int)top_k : INT32_MAX;
-            keep = bound_of(most, INFINITY, in_list);
-            if (by_sum && keep.last != NO_KEY)
-                keep = bound_of(most, GK_MUL(top_p, (double)keep.total), in_list);
+            const bool few = most <= LISTED;
+            if (few)
+                count_all<false>(range);
+            else
+                count_all<true>(range);
+            keep = bound_of(most, top_p, few);
         }
         return draw(keep, most_likely);
     }
