@@ -7,6 +7,23 @@
 namespace gk {
 namespace {
 
+template <class O> void fill_paged(const O &op, gk_paged_attn_args &to) {
+    to.q = op.q.view;
+    to.k_cache = op.k_cache.view;
+    to.v_cache = op.v_cache.view;
+    to.block_table = op.block_table.view;
+    to.seq_lens = op.seq_lens.view;
+    to.cu_seqlens_q = op.cu_seqlens_q.view_or_null();
+    to.max_seqlen_q = op.max_seqlen_q;
+    op.fill_rules(to);
+    to.flags = GK_PAGED_WINDOW_RIGHT;
+    if (op.allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
+    if (op.batch_invariant) to.flags |= GK_PAGED_BATCH_INVARIANT;
+    static const char *const formats[] = {"none", "fp8_656"};
+    if (parse_word(O::name, "latent_format", op.latent_format, formats))
+        to.flags |= GK_PAGED_LATENT_FP8;
+}
+
 struct PagedAttn {
     Tensor q;                // [T, Hq, D]
     Tensor k_cache, v_cache; // [num_blocks, block_size, Hkv, D], [..., Dv]
@@ -19,27 +36,41 @@ struct PagedAttn {
     GK_OP(paged_attn, gk_paged_attn_args, "paged_attn", 2)
     GK_TENSORS_AND_RULES(paged_attn, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
 
-    void fill(C &to) {
-        to.q = q.view;
-        to.k_cache = k_cache.view;
-        to.v_cache = v_cache.view;
-        to.block_table = block_table.view;
-        to.seq_lens = seq_lens.view;
-        to.cu_seqlens_q = cu_seqlens_q.view_or_null();
-        to.max_seqlen_q = max_seqlen_q;
-        fill_rules(to);
-        to.flags = GK_PAGED_WINDOW_RIGHT;
-        if (allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
-        if (batch_invariant) to.flags |= GK_PAGED_BATCH_INVARIANT;
-        static const char *const formats[] = {"none", "fp8_656"};
-        if (parse_word(name, "latent_format", latent_format, formats))
-            to.flags |= GK_PAGED_LATENT_FP8;
-    }
+    void fill(C &to) { fill_paged(*this, to); }
     static void place(C &to, Results &r) {
         to.out = r[0].view;
         if (r[1]) to.lse = r[1].view;
     }
     static constexpr bool runs_empty = true; // a GPU checks tables and lengths even without tokens
+};
+
+// run.h sets `size` of every argument struct. csrc reads fwd.size.
+struct PagedMaskedArgs : gk_paged_attn_masked_args {
+    size_t size;
+};
+
+struct PagedAttnMasked {
+    Tensor q; // as above
+    Tensor k_cache, v_cache;
+    Tensor block_table;
+    Tensor seq_lens;
+    Tensor attn_mask; // [T, S] or [B, S, S] uint8
+    OptTensor cu_seqlens_q;
+    int64_t max_seqlen_q;
+    GK_RULES(paged_attn)
+
+    GK_OP_OF_MEMBER(fwd, paged_attn, PagedMaskedArgs, "paged_attn", 2)
+    GK_TENSORS_AND_RULES(paged_attn, q, k_cache, v_cache, block_table, seq_lens, attn_mask,
+                         cu_seqlens_q)
+
+    void fill(C &to) {
+        fill_paged(*this, to.fwd);
+        to.fwd.size = sizeof(gk_paged_attn_masked_args);
+        to.fwd.rules.is_causal = 0; // the mask replaces it
+        to.attn_mask = &attn_mask.view;
+    }
+    static void place(C &to, Results &r) { PagedAttn::place(to.fwd, r); }
+    static constexpr bool runs_empty = true;
 };
 
 struct KvCacheWrite {
@@ -183,6 +214,9 @@ void implement(Library &m) {
     m.impl("paged_attn", op_first<PagedAttn>);
     m.impl("paged_attn_fwd", op_all<PagedAttn>);
     m.impl("paged_attn.out", op_out<PagedAttn>);
+    m.impl("paged_attn_masked", op_first<PagedAttnMasked>);
+    m.impl("paged_attn_masked_fwd", op_all<PagedAttnMasked>);
+    m.impl("explain_paged_attn_masked", op_explain<PagedAttnMasked>);
     m.impl("explain_paged_attn", op_explain<PagedAttn>);
     m.impl("kv_cache_write", boxed<kv_cache_write>);
     m.impl("kv_cache_write_latent", boxed<kv_cache_write_latent>);
@@ -192,6 +226,7 @@ void implement(Library &m) {
 
 void implement_shapes(Library &m) {
     m.impl("paged_attn_results", op_results<PagedAttn>);
+    m.impl("paged_attn_masked_results", op_results<PagedAttnMasked>);
     m.impl("kv_cache_write_results", op_results<KvCacheWrite>);
     m.impl("kv_cache_write_latent_results", op_results<KvCacheWriteLatent>);
     m.impl("rope_kv_write_results", op_results<RopeKvWrite>);

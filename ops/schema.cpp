@@ -53,6 +53,12 @@
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, " \
     "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1" GK_RULES_SCHEMA(paged_attn) ")"
 
+// attn_mask has no default, so it comes before cu_seqlens_q.
+#define PAGED_ATTN_MASKED_ARGS                                                            \
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "    \
+    "Tensor attn_mask, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1" GK_RULES_SCHEMA( \
+        paged_attn) ")"
+
 // a, b: the alias annotations of the caches
 #define ROPE_KV_WRITE_ARGS(a, b)                                                        \
     "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor positions, Tensor" a \
@@ -305,6 +311,7 @@ void define(gk::Library &m) {
 
     def_op(m, "paged_attn", PAGED_ATTN_ARGS, OUT_LSE);
     def_out(m, "paged_attn", PAGED_ATTN_ARGS);
+    def_op(m, "paged_attn_masked", PAGED_ATTN_MASKED_ARGS, OUT_LSE);
     m.def("kv_cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
           "Tensor slots, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
     m.def("kv_cache_write_latent(Tensor c, Tensor k_pe, Tensor(a!) cache, Tensor slots) -> ()");

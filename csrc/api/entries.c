@@ -44,6 +44,8 @@ _Static_assert(sizeof(gk_flash_attn_masked_args) <= sizeof(gk_flash_attn_args) +
 _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
                    sizeof(gk_flash_attn_bwd_args) + MOST_BEHIND,
                "a copy has no room");
+_Static_assert(sizeof(gk_paged_attn_masked_args) <= sizeof(gk_paged_attn_args) + MOST_BEHIND,
+               "a copy has no room");
 #define COPY_OF(arguments)        \
     struct {                      \
         arguments args;           \

@@ -117,8 +117,46 @@ static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_
     return GK_OK;
 }
 
+/* With a mask over new tokens, CUDA serves short sequences whatever the windows are. */
 static bool sees_to_the_right(const gk_paged_attn_args *p) {
-    return !p->rules.is_causal && !(p->flags & GK_PAGED_WINDOW_RIGHT && p->rules.window_right == 0);
+    return !gk_paged_mask_of(p) && !p->rules.is_causal &&
+           !(p->flags & GK_PAGED_WINDOW_RIGHT && p->rules.window_right == 0);
+}
+
+/* Checks a mask over new tokens, [T, S] or [B, S, S]. */
+static gk_status take_new_mask(const gk_context *ctx, gk_io *io, const gk_paged_attn_args *p,
+                               int64_t tokens, int64_t batch) {
+    const gk_tensor *mask = gk_paged_mask_of(p);
+    if (!mask) return GK_OK;
+    GK_TRY(gk_take(io, "attn_mask", mask, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, "attn_mask", mask, GK_U8));
+    GK_REQUIRE(mask->ndim == 2 || mask->ndim == 3,
+               "attn_mask must have shape [T, S] or [B, S, S], got %s",
+               gk_text_of(mask->ndim, mask->shape).text);
+    const int64_t columns = mask->shape[mask->ndim - 1];
+    if (mask->ndim == 2)
+        GK_REQUIRE(mask->shape[0] == tokens, "attn_mask must be [T, S] with T = %lld, got %s",
+                   (long long)tokens, gk_text_of(2, mask->shape).text);
+    else
+        GK_REQUIRE(mask->shape[0] == batch && mask->shape[1] == columns,
+                   "attn_mask must be [B, S, S] with B = %lld, got %s", (long long)batch,
+                   gk_text_of(3, mask->shape).text);
+    /* tokens is a multiple of batch here */
+    const int64_t each = batch ? tokens / batch : 0;
+    if (p->cu_seqlens_q)
+        GK_REQUIRE(columns >= p->max_seqlen_q,
+                   "attn_mask has %lld columns, max_seqlen_q is %lld; it needs a column for each "
+                   "new token of a sequence",
+                   (long long)columns, (long long)p->max_seqlen_q);
+    else
+        GK_REQUIRE(mask->ndim == 2 ? columns >= each : columns == each,
+                   "attn_mask has %lld columns, the %lld sequences have %lld tokens; [T, S] needs "
+                   "at least a column for each new token of a sequence, and [B, S, S] as many",
+                   (long long)columns, (long long)batch, (long long)tokens);
+    GK_REQUIRE(!p->rules.is_causal, "is_causal is 1 with attn_mask, which replaces it; set 0");
+    GK_REQUIRE(ctx->device == GK_CPU || !p->rules.alibi_slopes,
+               "alibi_slopes is given with attn_mask on CUDA, where no kernel serves both");
+    return GK_OK;
 }
 
 gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p, gk_io *io) {
@@ -158,6 +196,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, &p->k_cache));
     GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, &p->k_cache));
     GK_TRY(gk_take_index(io, "kv_start", p->rules.kv_start, batch));
+    GK_TRY(take_new_mask(ctx, io, p, tokens, batch));
     GK_TRY(gk_check_tokens("q", ctx, tokens));
     GK_TRY(gk_check_product("sequences, heads and tokens", batch, heads_q,
                             p->cu_seqlens_q ? gk_min_i64(p->max_seqlen_q, tokens) : 1));

@@ -8,6 +8,10 @@
 #include "op.h"
 #include "../cuda/kernels.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Plans the call with the kernel preferred for it, or else with the first kernel that serves it. */
 gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                            gk_plan *plan);
@@ -50,4 +54,7 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
 bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *instance, const gk_context *ctx,
                                     const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

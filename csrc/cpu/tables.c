@@ -135,8 +135,13 @@ static const gk_cpu_instance flash_attn_fwd_instances[] = {
 static const gk_cpu_instance flash_attn_bwd_instances[] = {
     ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd), REF_INSTANCE(flash_attn_bwd)};
 static const gk_cpu_instance flash_attn_fp8_instances[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
-static const gk_cpu_instance paged_attn_instances[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn),
-                                                       REF_INSTANCE(paged_attn)};
+/* ref/ also serves masks over new tokens, in every dtype; torch_gpukern composes such calls */
+static const gk_cpu_instance paged_attn_instances[] = {
+    ON_TILES(paged_attn) EVERY_ISA(paged_attn),
+    REF_INSTANCE(paged_attn),
+    {"paged_attn_ref", GK_F32, GK_ISA_BASE, &paged_attn_ref},
+    {"paged_attn_ref", GK_BF16, GK_ISA_BASE, &paged_attn_ref},
+    {"paged_attn_ref", GK_F16, GK_ISA_BASE, &paged_attn_ref}};
 static const gk_cpu_instance kv_cache_write_instances[] = {EVERY_ISA(kv_cache_write),
                                                            REF_INSTANCE(kv_cache_write)};
 static const gk_cpu_instance rope_kv_write_instances[] = {EVERY_ISA(rope_kv_write),

@@ -63,7 +63,8 @@ enum {
     DROPS = 2,     /* dropout */
     SCORES = 4,    /* a mask or a bias */
     INVARIANT = 8, /* the bits of a sequence do not depend on the other sequences of the call */
-    LATENT_8 = 16  /* a cache of latents in 8 bits */
+    LATENT_8 = 16, /* a cache of latents in 8 bits */
+    NEW_MASK = 32  /* a mask over new tokens */
 };
 
 /* The tables of attention, best first: X(name, needs, allows). A table serves a call whose features
@@ -92,15 +93,16 @@ enum {
     X(flash_attn_bwd_partial_sm90a, PARTIAL, PARTIAL)     \
     X(flash_attn_bwd_partial_sm80, PARTIAL, PARTIAL)      \
     X(flash_attn_bwd_partial_plain, PARTIAL, DROPS | PARTIAL)
-#define PAGED_ATTN(X)                  \
-    X(paged_prefill_sm90a, 0, 0)       \
-    X(paged_prefill_relay_sm90a, 0, 0) \
-    X(paged_attn_sm90a, 0, INVARIANT)  \
-    X(paged_latent_sm90a, 0, 0)        \
-    X(paged_attn_sm80, 0, 0)           \
-    X(paged_attn_f32, 0, 0)            \
-    X(paged_attn_plain, 0, INVARIANT)  \
-    X(paged_latent_fp8, LATENT_8, LATENT_8 | INVARIANT)
+#define PAGED_ATTN(X)                                   \
+    X(paged_prefill_sm90a, 0, 0)                        \
+    X(paged_prefill_relay_sm90a, 0, 0)                  \
+    X(paged_attn_sm90a, 0, INVARIANT)                   \
+    X(paged_latent_sm90a, 0, 0)                         \
+    X(paged_attn_sm80, 0, 0)                            \
+    X(paged_attn_f32, 0, 0)                             \
+    X(paged_attn_plain, 0, INVARIANT)                   \
+    X(paged_latent_fp8, LATENT_8, LATENT_8 | INVARIANT) \
+    X(paged_tree, NEW_MASK, NEW_MASK | INVARIANT | LATENT_8)
 
 #define DECLARED(name, needs, allows) extern const gk_cuda_table gk_##name##_table;
 FLASH_ATTN_FWD(DECLARED)
@@ -241,6 +243,7 @@ bool gk_cuda_takes(gk_op op, int table, const void *args) {
         x = &paged_attn_features[table];
         if (a->flags & GK_PAGED_BATCH_INVARIANT) asked |= INVARIANT;
         if (a->k_cache.dtype == GK_U8) asked |= LATENT_8;
+        if (gk_paged_mask_of(a)) asked |= NEW_MASK;
     } else {
         return true;
     }

@@ -404,6 +404,29 @@ GK_API gk_status gk_paged_attn(const gk_context *, const gk_paged_attn_args *);
 GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *,
                                        gk_explanation *);
 
+/* Arguments of gk_paged_attn whose new tokens see each other by a mask, as drafts that form a tree
+ * do. Pass &x.fwd; fwd.size tells that the longer struct follows. A query sees all old keys of its
+ * sequence within its windows and kv_start, and the new tokens that its row of the mask shows. Set
+ * is_causal to 0, because the mask replaces it. CUDA refuses alibi_slopes beside a mask. */
+typedef struct gk_paged_attn_masked_args {
+    gk_paged_attn_args fwd; /* fwd.size: sizeof the whole struct */
+    /* GK_U8, 0 or 1, any strides: [T, S], a row for each query token, or [B, S, S]. Column j is
+     * the j-th new token of the row's own sequence. S is at least the new tokens of a sequence.
+     * NULL = no mask */
+    const gk_tensor *attn_mask;
+} gk_paged_attn_masked_args;
+#define GK_PAGED_ATTN_MASKED_ARGS_INIT                                                   \
+    {                                                                                    \
+        .fwd = {.size = sizeof(gk_paged_attn_masked_args), .rules = GK_ATTN_RULES_INIT } \
+    }
+
+/* The mask over new tokens of a call; NULL if it has none. */
+static inline const gk_tensor *gk_paged_mask_of(const gk_paged_attn_args *a) {
+    return a->size < sizeof(gk_paged_attn_masked_args)
+               ? NULL
+               : ((const gk_paged_attn_masked_args *)a)->attn_mask;
+}
+
 /* Writes new keys and values into the caches. Token t goes to row s % block_size of page
  * s / block_size, with s = slots[t]. The order of reads and writes is undefined, so k and v must
  * not share memory with a row that is written. */

@@ -214,7 +214,17 @@ typedef struct ref_block {
     /* true: out and lse hold the attention over other keys; this call adds its keys to it */
     bool accumulates;
     const ref_scores *scores; /* NULL: no mask and no bias */
+    /* The mask over new tokens of a paged call; NULL: none. Key first_new + c is column c, and row
+     * r's bytes begin at mask_at[r]. */
+    const gk_tensor *new_mask;
+    int64_t first_new, mask_at[REF_ROWS];
 } ref_block;
+
+static inline bool ref_new_sees(const ref_block *x, int64_t r, int64_t j) {
+    if (!x->new_mask || j < x->first_new) return true;
+    const int64_t step = x->new_mask->stride[x->new_mask->ndim - 1];
+    return ((const uint8_t *)x->new_mask->data)[x->mask_at[r] + (j - x->first_new) * step];
+}
 
 static inline void ref_attend(const ref_block *x) {
     double q_buf[REF_ROWS][REF_MAX_HEAD_DIM], key[REF_MAX_HEAD_DIM];
@@ -245,7 +255,7 @@ static inline void ref_attend(const ref_block *x) {
         bool sees[REF_ROWS];
         for (int64_t r = 0; r < x->rows; ++r) {
             p[r] = 0;
-            sees[r] = j >= x->lo[r] && j < x->hi[r];
+            sees[r] = j >= x->lo[r] && j < x->hi[r] && ref_new_sees(x, r, j);
             double none = 0;
             if (sees[r] && x->scores) sees[r] = ref_scores_add(x->scores, x->i0 + r, j, &none);
             if (!sees[r]) continue;

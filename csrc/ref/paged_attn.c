@@ -48,12 +48,17 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
+    const gk_tensor *mask = block.new_mask = gk_paged_mask_of(x);
+    block.first_new = diagonal;
     /* without GK_PAGED_ALLOW_SHORT, a query at a negative position sees no key */
     const bool nobody = !(x->flags & GK_PAGED_ALLOW_SHORT);
     for (int64_t r = 0; r < rows; ++r) {
         block.q_at[r] = (token + r) * x->q.stride[0] + h * x->q.stride[1];
         block.out_at[r] = (token + r) * x->out.stride[0] + h * x->out.stride[1];
         block.lse_at[r] = (token + r) * x->lse.stride[0] + h * x->lse.stride[1];
+        if (mask)
+            block.mask_at[r] = mask->ndim == 2 ? (token + r) * mask->stride[0]
+                                               : b * mask->stride[0] + (i0 + r) * mask->stride[1];
         block.lo[r] = gk_span_lo(&span, i0 + r);
         block.hi[r] = nobody && i0 + r + diagonal < 0 ? 0 : gk_span_hi(&span, i0 + r);
     }

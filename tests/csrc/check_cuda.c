@@ -863,8 +863,9 @@ enum {
     MAX_BATCH = 8
 };
 static struct {
-    gk_paged_attn_args args;
-    check_tensor q, k, v, table, lens, cu, slopes, sinks, kv_start, k_scale, v_scale, out, lse;
+    gk_paged_attn_masked_args masked;
+    check_tensor mask, q, k, v, table, lens, cu, slopes, sinks, kv_start, k_scale, v_scale, out,
+        lse;
     int64_t batch, block_size, seq_q[MAX_BATCH], seq_k[MAX_BATCH], longest, tokens;
     bool shared, powers;  /* powers: all scales are powers of two */
     unsigned char *drawn; /* [num_blocks][block_size]: keys that some query reads */
@@ -976,7 +977,12 @@ static void paged_draw(gk_dtype dtype, bool large) {
         to_powers(&p.k_scale);
         to_powers(&p.v_scale);
     }
+    const int64_t columns = gk_max_i64(longest_q, 1) + 5 * check_below(2),
+                  mask_shape[2] = {rows, columns};
+    p.mask = check_tensor_make(GK_U8, 2, mask_shape, NULL, 1 + check_below(2), check_below(3));
+    for (int64_t i = 0; i < rows * columns; ++i) check_set(&p.mask.t, i, check_below(3) == 0);
     mirror(&p.q, "q", false);
+    mirror(&p.mask, "attn_mask", false);
     mirror(&p.k, "k_cache", false);
     if (!latent) mirror(&p.v, "v_cache", false);
     mirror(&p.table, "block_table", false);
@@ -989,20 +995,22 @@ static void paged_draw(gk_dtype dtype, bool large) {
     mirror(&p.v_scale, "v_scale", false);
     mirror(&p.out, "out", true);
     mirror(&p.lse, "lse", true);
-    gk_attn_rules *r = &p.args.rules;
-    p.args =
-        (gk_paged_attn_args){.size = sizeof p.args, .q = p.q.t, .k_cache = p.k.t, .v_cache = p.v.t};
-    p.args.flags = check_below(4) ? 0 : GK_PAGED_BATCH_INVARIANT;
-    p.args.block_table = p.table.t;
-    p.args.seq_lens = p.lens.t;
-    p.args.out = p.out.t;
-    p.args.lse = p.lse.t;
+    gk_attn_rules *r = &p.masked.fwd.rules;
+    p.masked = (gk_paged_attn_masked_args)GK_PAGED_ATTN_MASKED_ARGS_INIT;
+    p.masked.fwd.q = p.q.t;
+    p.masked.fwd.k_cache = p.k.t;
+    p.masked.fwd.v_cache = p.v.t;
+    p.masked.fwd.flags = check_below(4) ? 0 : GK_PAGED_BATCH_INVARIANT;
+    p.masked.fwd.block_table = p.table.t;
+    p.masked.fwd.seq_lens = p.lens.t;
+    p.masked.fwd.out = p.out.t;
+    p.masked.fwd.lse = p.lse.t;
     if (ragged) {
-        p.args.cu_seqlens_q = &p.cu.t;
-        p.args.max_seqlen_q = longest_q + check_below(2) * 5;
+        p.masked.fwd.cu_seqlens_q = &p.cu.t;
+        p.masked.fwd.max_seqlen_q = gk_min_i64(longest_q + check_below(2) * 5, columns);
     }
-    p.args.k_scale = check_below(3) ? NULL : &p.k_scale.t;
-    p.args.v_scale = check_below(3) ? NULL : &p.v_scale.t;
+    p.masked.fwd.k_scale = check_below(3) ? NULL : &p.k_scale.t;
+    p.masked.fwd.v_scale = check_below(3) ? NULL : &p.v_scale.t;
     r->scale = (check_below(8) ? 1 : 40) / sqrt((double)dim);
     r->softcap = check_below(5) ? 0 : 3;
     /* the last two are not read */
@@ -1020,18 +1028,27 @@ static void paged_draw(gk_dtype dtype, bool large) {
             r->window_left = -1;
             r->kv_start = NULL;
         }
-        if (!gk_is_code(stored)) p.args.k_scale = p.args.v_scale = NULL;
+        if (!gk_is_code(stored)) p.masked.fwd.k_scale = p.masked.fwd.v_scale = NULL;
     }
     if (latent && check_below(3)) {
         r->softcap = 0;
         r->window_left = -1;
         r->alibi_slopes = NULL;
         r->kv_start = NULL;
-        p.args.k_scale = NULL;
+        p.masked.fwd.k_scale = NULL;
+    }
+    if (check_below(3) == 0) { /* a mask over the new tokens replaces is_causal */
+        p.masked.attn_mask = &p.mask.t;
+        r->is_causal = 0;
+        r->alibi_slopes = NULL;
+        r->window_right = check_below(6);
+        p.masked.fwd.flags |= check_below(4) ? 0 : GK_PAGED_WINDOW_RIGHT;
+    } else {
+        p.masked.fwd.size = sizeof p.masked.fwd;
     }
     may_have_workspace = true;
-    say_rules(&p.args.rules, heads_first ? "heads first" : p.shared ? "shared pages" : "");
-    TO_DEVICE(p.args);
+    say_rules(&p.masked.fwd.rules, heads_first ? "heads first" : p.shared ? "shared pages" : "");
+    TO_DEVICE(p.masked);
     for (int64_t b = 0; b < p.batch; ++b)
         say(" %lld/%lld", (long long)p.seq_q[b], (long long)p.seq_k[b]);
 }
@@ -1073,7 +1090,7 @@ static void fill_pages(void) {
         if (p.seq_q[b] > 0 && p.seq_k[b] > 0)
             shortest = gk_min_i64(shortest, (p.seq_k[b] - 1) / p.block_size);
     for (int64_t b = 0; b < p.batch; ++b) {
-        const gk_attn_rules *r = &p.args.rules;
+        const gk_attn_rules *r = &p.masked.fwd.rules;
         int64_t first =
             r->window_left < 0 ? 0 : gk_max_i64(0, p.seq_k[b] - p.seq_q[b] - r->window_left);
         if (r->kv_start)
@@ -1102,12 +1119,12 @@ static void poison_rest(void) {
 }
 
 static void paged_expect(void) {
-    const gk_attn_rules *r = &p.args.rules;
+    const gk_attn_rules *r = &p.masked.fwd.rules;
     int64_t dim = p.q.t.shape[2];
     for (int64_t i = 0; i < p.tokens * p.q.t.shape[1] * dim; ++i)
         check_set(&p.q.t, i, check_normal()); /* the rest stays NaN */
     fill_pages();
-    double most = 1 + r->scale * (p.args.k_scale ? 2 : 1) * check_longest_row(&p.q.t) *
+    double most = 1 + r->scale * (p.masked.fwd.k_scale ? 2 : 1) * check_longest_row(&p.q.t) *
                           check_longest_row(&p.k.t);
     if (p.k.t.dtype == GK_I8) poison_rest();
     if (r->alibi_slopes) most += 0.1 * (double)p.longest;
@@ -1120,18 +1137,21 @@ static void paged_expect(void) {
     /* a score has an error of u of its size, a weight twice that */
     if (gk_is_code(p.k.t.dtype) && !p.powers) {
         const double u = check_unit(p.q.t.dtype);
-        lse->rounded = p.args.k_scale ? u * most : 0;
-        out->rounded = 2 * lse->rounded + (p.args.v_scale ? u : 0);
+        lse->rounded = p.masked.fwd.k_scale ? u * most : 0;
+        out->rounded = 2 * lse->rounded + (p.masked.fwd.v_scale ? u : 0);
     }
     check_tensor abs_v = check_map(&p.v, fabs);
-    gk_paged_attn_args ref = p.args;
-    ref.v_cache = abs_v.t;
-    ref.out = out->size.t;
-    ref.lse = lse->exact.t;
-    gk_ref_paged_attn(&ref_ctx, &ref); /* sum_j p_j |v_j| */
-    ref.v_cache = p.v.t;
-    ref.out = out->exact.t;
-    gk_ref_paged_attn(&ref_ctx, &ref);
+    /* the results over old and over new keys are rounded before they are merged */
+    if (p.masked.fwd.size == sizeof p.masked) out->loss += check_unit(p.q.t.dtype);
+    gk_paged_attn_masked_args masked = p.masked;
+    gk_paged_attn_args *ref = &masked.fwd;
+    ref->v_cache = abs_v.t;
+    ref->out = out->size.t;
+    ref->lse = lse->exact.t;
+    gk_ref_paged_attn(&ref_ctx, ref); /* sum_j p_j |v_j| */
+    ref->v_cache = p.v.t;
+    ref->out = out->exact.t;
+    gk_ref_paged_attn(&ref_ctx, ref);
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */

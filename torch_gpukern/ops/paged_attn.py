@@ -116,7 +116,7 @@ def paged_attn(
             included only if the row shows it. Windows, kv_start and slopes count cache positions,
             as without it. In [T, S], S is at least the new tokens of every sequence, and further
             columns are not read. [B, S, S] has a row for each new token of each sequence. Old and
-            new keys are read by two calls, so a result has one more rounding to q's dtype. Not
+            new keys are read by two passes, so a result has one more rounding to q's dtype. Not
             beside prefix. With alibi_slopes, head_dim is that of `flash_attn`, and batch_invariant
             is refused.
         return_lse: return ``(out, lse)``.
@@ -148,7 +148,7 @@ def paged_attn(
     invariant = switches.is_batch_invariant if batch_invariant is False else batch_invariant
     op = _paged_attn.all if return_lse else _paged_attn
     if attn_mask is not None:
-        op = Tree(_paged_attn.all, attn_mask, prefix, return_lse)
+        op = Tree(_paged_attn.all, _paged_attn_masked, attn_mask, prefix, return_lse)
     elif prefix is not None:
         _check_prefix(prefix, kv_start)
         if window_left < 0 and alibi_slopes is None and not invariant:
@@ -416,6 +416,16 @@ _paged_attn = define_op(
     flops=_flops,
     whole_sequences=True,
 )
+# It serves attn_mask on CUDA (paged_tree.py). Its errors call it paged_attn.
+_paged_attn_masked = define_op(
+    "paged_attn_masked",
+    symbolic=_symbolic,
+    refuse="paged_attn: it has no backward; use flash_attn to train",
+    autocast=_cast,
+    flops=_flops,
+    whole_sequences=True,
+)
+_paged_attn_masked.said = _paged_attn_masked.all.said = _paged_attn.said
 _kv_cache_write, _write = define_in_place("kv_cache_write", _write_symbolic, ("k_cache", "v_cache"))
 hide_unknown(kv_cache_write)
 _kv_cache_write_latent, _write_latent = define_in_place(

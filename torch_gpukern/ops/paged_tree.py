@@ -2,7 +2,8 @@
 """paged_attn(attn_mask=): the new tokens of each sequence see each other by a mask, as drafts that
 form a tree do.
 
-It has no kernel of its own. Two calls over disjoint keys are merged by attn_merge:
+On CUDA it is one op, paged_attn_masked, whose kernel is paged_tree. The CPU, and CUDA with ALiBi,
+have no such kernel. There two calls over disjoint keys are merged by attn_merge:
 
   common  the old keys that every query of a sequence sees: paged_attn without the causal rule, over
           lengths without the new tokens. Each key is read once for all queries of its sequence.
@@ -60,24 +61,26 @@ class _Pool(NamedTuple):
 
 
 class Tree:
-    """Calls paged_attn with a mask over new tokens. `op` is paged_attn_fwd."""
+    """Calls paged_attn with a mask over new tokens. `op` is paged_attn_fwd, `masked` is
+    paged_attn_masked."""
 
-    def __init__(self, op: Op, attn_mask: Tensor, prefix: Any, return_lse: bool):
+    def __init__(self, op: Op, masked: Op, attn_mask: Tensor, prefix: Any, return_lse: bool):
         _check_mask(attn_mask, prefix)
-        self.op, self.attn_mask, self.return_lse = op, attn_mask, return_lse
+        self.op, self.masked = op, masked.all if return_lse else masked
+        self.attn_mask, self.return_lse = attn_mask, return_lse
 
     def call(self, *args: Any) -> Any:
-        both = _attend(self.op, self.attn_mask, self.op.named(args))
+        given = self.op.named(args)
+        if given["q"].device.type == "cuda" and given["alibi_slopes"] is None:
+            _check_device(self.attn_mask, given["q"])
+            at = self.masked.places["attn_mask"]
+            return self.masked.call(*args[:at], self.attn_mask.view(torch.uint8), *args[at:])
+        both = _attend(self.op, self.attn_mask, given)
         return both if self.return_lse else both[0]
 
 
 def _attend(op: Op, attn_mask: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """out and lse. `given` has all arguments of the op by name."""
-    if given["latent_format"] != "none":
-        raise ValueError(
-            f"paged_attn: latent_format is {given['latent_format']} with attn_mask, which takes rows "
-            "of elements: leave out one of the two, or keep the latents in q's dtype"
-        )
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     block_table, seq_lens = given["block_table"], given["seq_lens"]
     if not traced():
@@ -88,7 +91,7 @@ def _attend(op: Op, attn_mask: Tensor, given: dict[str, Any]) -> tuple[Tensor, T
     tokens = _tokens_of(q, seq_lens, given["cu_seqlens_q"])
     pool = _pool_of(tokens, attn_mask.shape[-1], k_cache, block_table, given)
     visible = _visible(tokens, pool, attn_mask, given)
-    how = {n: given[n] for n in ("scale", "softcap", "k_scale", "v_scale")}
+    how = {n: given[n] for n in ("scale", "softcap", "k_scale", "v_scale", "latent_format")}
     if given["alibi_slopes"] is not None:
         return _with_alibi(op, tokens, pool, visible, given, how)
     common = op.call_named(
@@ -141,18 +144,25 @@ def _check_call(op: Op, given: dict[str, Any]) -> None:
     if not any_autocast():
         ops.paged_attn_results.default(*given.values())
     if given["q"].device.type == "cpu":  # contents are checked even without heads
-        caches = {n: given[n][:, :, :0] for n in ("k_cache", "v_cache")}
+        caches = {}
+        if given["latent_format"] == "none":  # latents in 8 bits have one head
+            caches = {n: given[n][:, :, :0] for n in ("k_cache", "v_cache")}
         per_head = dict.fromkeys(("alibi_slopes", "sinks", "k_scale", "v_scale"))
         op.call_named(**given | per_head | caches | {"q": given["q"][:, :0]})
+
+
+def _check_device(attn_mask: Tensor, q: Tensor) -> None:
+    if attn_mask.device != q.device:
+        raise ValueError(
+            f"paged_attn: attn_mask must be on q's device {q.device}, got {attn_mask.device}"
+        )
 
 
 def _check_sizes(
     attn_mask: Tensor, q: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int
 ) -> None:
-    if attn_mask.device != q.device:
-        raise ValueError(
-            f"paged_attn: attn_mask must be on q's device {q.device}, got {attn_mask.device}"
-        )
+    """The checks of paged_attn_masked, with the same texts (csrc/api/paged_attn.c)."""
+    _check_device(attn_mask, q)
     shape, tokens, batch = attn_mask.shape, q.shape[0], seq_lens.shape[0]
     columns = shape[-1]
     if attn_mask.dim() == 2:
@@ -318,7 +328,11 @@ def _listed(
     """The call over the pool. It is batch-invariant, so that the bits of a query do not depend on
     the lengths of other queries' lists."""
     keys = visible.shape[1]
-    k, v = (_gathered(given[n], pool).flatten(0, 1)[:, None] for n in ("k_cache", "v_cache"))
+    k = _gathered(given["k_cache"], pool).flatten(0, 1)[:, None]
+    if how["latent_format"] == "none":
+        v = _gathered(given["v_cache"], pool).flatten(0, 1)[:, None]
+    else:  # latents in 8 bits: v_cache must be the beginning of k_cache's rows
+        v = k[..., : given["v_cache"].shape[3]]
     scales = {n: how[n] for n in ("k_scale", "v_scale")}
     for name, scale in scales.items():
         if scale is not None and scale.dim() == 2:  # of pages
@@ -349,6 +363,11 @@ def _with_alibi(
     how: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     q, slopes, sequence = given["q"], given["alibi_slopes"], tokens.sequence
+    if given["latent_format"] != "none":
+        raise ValueError(
+            f"paged_attn: latent_format is {given['latent_format']} with attn_mask and "
+            "alibi_slopes, which need rows of elements: leave out one of the three"
+        )
     if given["batch_invariant"]:
         raise ValueError(
             "paged_attn: alibi_slopes is given with attn_mask and batch_invariant; flash_attn, "

@@ -746,6 +746,7 @@ static int64_t max_tasks(const paged_job *job) {
 }
 
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
+    if (gk_paged_mask_of(args)) return false; /* ref/ serves masks over new tokens */
     paged_job *job = GK_OWN(paged_job, to);
     *job = job_make(ctx, args);
     /* Tiles are for more lanes than these, whose keys avx512 reads as fast. The longest sequence

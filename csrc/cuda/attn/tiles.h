@@ -345,6 +345,14 @@ struct paged_plan {
     static constexpr int plain_warps = 4;
 };
 
+struct paged_tree_plan {
+    /* neighbouring warps have neighbouring rows of a kv head, which read the same new keys */
+    static constexpr int warps = 4;
+    /* columns of V of a warp: 64 accumulators. Wider heads compute Q K^T once for each part */
+    static constexpr int part_columns = 128;
+    static constexpr int narrow_dim = 256; /* the largest head_dim of narrow instances */
+};
+
 struct kv_write_tile {
     /* a token of 8 heads x 128 in 16 bits has 512 pieces: two blocks */
     static constexpr int threads = 256;

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* paged_tree.cuh: which keys the kernels of paged_tree read beside the call over old keys, and how
+ * two attentions over different keys become one.
+ *
+ * A sequence has `old` keys and then its new tokens. Row i is new token i, at position old + i. The
+ * inner call serves the old keys [common, old) that every row sees. The tree kernels serve
+ *
+ *   edge  [edge, edge_end)  old keys at the left edge of the window, which only some rows see, or
+ *                           all old keys of a short sequence, one that has fewer of them than new
+ *                           tokens: the inner call takes no such sequence
+ *   new   [fresh, end)      the new tokens, as the mask shows them
+ *
+ * Each has fewer keys than the sequence has new tokens, or as many. */
+#ifndef GPUKERN_CUDA_PAGED_TREE_CUH
+#define GPUKERN_CUDA_PAGED_TREE_CUH
+
+#include "../../tile/convert.cuh"
+#include "../../tile/reduce.cuh"
+#include "paged_factor.cuh"
+
+namespace {
+
+struct NewMask { /* bytes, not 0: the token is seen */
+    const uint8_t *data;
+    int64_t sequence, row, column; /* strides; sequence 0: a row for each token of q */
+    int columns;
+    bool by_sequence; /* [B, S, S] */
+};
+
+struct TreeParams {
+    Paged p; /* of the call: out, lse; rules without is_causal */
+    NewMask mask;
+    const void *old_lse;        /* [T, heads_q], of the inner call, whose out is in p.out */
+    gk_dtype stored;            /* the code format of 8-bit caches */
+    CodeScale k_scale, v_scale; /* scales of 8-bit caches; p has none then */
+    int left, right;            /* windows, -1 = unbounded */
+    int tiles, parts; /* tree_tiles_kernel: tiles of a sequence and kv head; parts of Dv */
+};
+
+/* ---- 1. keys --------------------------------------------------------------------------------- */
+struct TreeKeys {
+    int old; /* below 0: the first rows are at negative positions */
+    int edge, edge_end, fresh, end;
+    /* the inner call's length and first key */
+    int inner_len, inner_start;
+};
+
+__device__ __forceinline__ TreeKeys tree_keys(const TreeParams &x, const PagedSequence &s) {
+    TreeKeys k;
+    const int start = s.span.key_lo, count = s.seq_k - s.diagonal; /* new tokens */
+    k.old = s.diagonal;
+    const bool is_short = k.old < count;
+    /* the first key that the last row's window holds */
+    const int common = x.left < 0 ? 0 : max(s.seq_k - 1 - x.left, 0);
+    k.edge = is_short || x.left < 0 ? 0 : max(k.old - x.left, 0);
+    k.edge_end = is_short ? max(k.old, 0) : min(k.old, common);
+    k.edge = max(k.edge, start);
+    k.fresh = max(max(k.old, 0), start);
+    k.end = s.seq_k;
+    k.inner_len = is_short ? 0 : k.old;
+    k.inner_start = max(start, common);
+    return k;
+}
+
+/* A row's view of the keys that the tree kernels serve. */
+struct TreeRow {
+    const uint8_t *mask; /* of new token 0 */
+    int64_t column;
+    int columns, old, position, left, right;
+
+    /* key j is one that the row's sequence has */
+    __device__ __forceinline__ bool sees(int j, bool is_new) const {
+        bool yes = left < 0 || position - j <= left;
+        yes = yes && (right < 0 || j - position <= right);
+        if (!is_new) return yes;
+        return yes && j - old < columns && mask[(j - old) * column] != 0;
+    }
+};
+
+__device__ __forceinline__ TreeRow tree_row(const TreeParams &x, const TreeKeys &keys, int b,
+                                            int token, int i) {
+    const NewMask &m = x.mask;
+    const int64_t row = m.by_sequence ? i : token;
+    return {m.data + b * m.sequence + row * m.row,
+            m.column,
+            m.columns,
+            keys.old,
+            keys.old + i,
+            x.left,
+            x.right};
+}
+
+/* ---- 2. the merge ---------------------------------------------------------------------------- */
+/* The factors of the two results, and their common lse. A side with lse -inf saw no key and is not
+ * read. */
+template <class W> struct TreeMerge {
+    W old, fresh, lse;
+    bool no_old;
+};
+
+/* peak and sum: of the row's softmax over the tree kernel's keys. `fresh` is the factor of their
+ * O, which is not divided by the sum. */
+template <class W>
+__device__ __forceinline__ TreeMerge<W> tree_merge(W old_lse, W peak, W sum, W v_scale) {
+    const bool no_old = old_lse == W(-INFINITY), no_fresh = sum == 0;
+    if (no_fresh) return {W(1), W(0), old_lse, no_old};
+    const W lse = peak + log(sum);
+    if (no_old) return {W(0), v_scale / sum, lse, true};
+    const W top = lanes_max2(old_lse, lse), of_old = exp(old_lse - top), of_new = exp(lse - top);
+    const W all = of_old + of_new;
+    return {of_old / all, of_new / all / sum * v_scale, top + log(all), false};
+}
+
+} // namespace
+
+#endif
