@@ -304,6 +304,33 @@ def test_bytes_of_the_cache_may_be_inputs(device):
     assert torch.equal(cache.view(8, BYTES)[slots].cpu(), want[:, 0])
 
 
+# ---- masks over new tokens -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("block_size", (64, 5))
+@pytest.mark.parametrize("window", (-1, 9))
+def test_masks(window, block_size, dtype, device):
+    """Beside the same call over decoded rows. The two differ by roundings of either part."""
+    gen = generator("latent masks", window, block_size)
+    batch = ([40, 7, 0, 3, 130], [6, 7, 4, 3, 40])
+    latents = Latents(gen, batch, 16, block_size, dtype, device)
+    starts = dict(cu_seqlens_q=latents.cu_seqlens_q, max_seqlen_q=40, scale=WIDE**-0.5)
+    mask = (torch.rand(len(latents.q), 40, generator=gen) < 0.4).to(device)
+    rules = starts | dict(attn_mask=mask, window_left=window, return_lse=True)
+    plain = latents.plain, latents.plain[..., :LATENT]
+    got = torch_gpukern.paged_attn(*latents.args(), **FORMAT, **rules)
+    want = torch_gpukern.paged_attn(
+        latents.q, *plain, latents.block_table, latents.seq_lens, **rules
+    )
+    eps = torch.finfo(dtype).eps
+    for x, y in zip(got, want):
+        assert x.dtype is y.dtype and not x.isnan().any()
+        assert torch.equal(x.isinf(), y.isinf())
+        x, y = (z.double().masked_fill(z.isinf(), 0) for z in (x, y))
+        assert (x - y).abs().max() <= 8 * eps * y.abs().max().clamp(min=1)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -332,8 +359,9 @@ def test_what_is_refused(device):
     for k in (moved[8:-8].view(k_cache.shape), loose[..., :BYTES]):
         refuses("k_cache has rows that do not begin at multiples of 16 bytes", k, k[..., :LATENT])
     mask = torch.ones(q.shape[0], 1, dtype=torch.bool, device=device)
-    with pytest.raises(ValueError, match="paged_attn: latent_format is fp8_656 with attn_mask"):
-        torch_gpukern.paged_attn(*latents.args(), **FORMAT, attn_mask=mask)
+    slopes = torch.ones(4, device=device)
+    with pytest.raises(ValueError, match="paged_attn: .*alibi_slopes"):
+        torch_gpukern.paged_attn(*latents.args(), **FORMAT, attn_mask=mask, alibi_slopes=slopes)
     with pytest.raises(ValueError, match="kv_cache_write: k_cache has dtype uint8, .* latent"):
         ops.kv_cache_write(q, q, k_cache, k_cache, torch.arange(q.shape[0], device=device))
 

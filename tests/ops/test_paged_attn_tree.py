@@ -2,6 +2,7 @@
 """paged_attn(attn_mask=): new tokens that see each other by a mask, as drafts that form a tree."""
 
 import contextlib
+import json
 import math
 import random
 import zlib
@@ -36,6 +37,8 @@ BATCHES = {
     "decode": ([1, 15, 130], [1, 1, 1]),
     "many": ([300, 90], [40, 33]),
     "long": ([2500, 700], [6, 3]),
+    "no old keys": ([5, 16, 33, 1], [5, 16, 33, 1]),
+    "beyond 64": ([90, 200, 70], [70, 65, 66]),
 }
 MODIFIERS = (
     "none",
@@ -184,6 +187,80 @@ def test_values(case, device):
         check(paged, same, mask, ragged=False, **rules)
     out = paged_attn(*paged.args(), **packed(paged), **rules, attn_mask=mask)
     assert same_bits(out, got[0])  # where lse is not wanted
+
+
+def chain(n):
+    return torch.ones(n, n).tril().bool()
+
+
+def star(n):
+    """A root whose children see it and themselves."""
+    mask = torch.eye(n, dtype=torch.bool)
+    mask[:, 0] = True
+    return mask
+
+
+def binary(n):
+    """Token i has the parent (i - 1) // 2."""
+    mask = torch.eye(n, dtype=torch.bool)
+    for i in range(1, n):
+        mask[i] |= mask[(i - 1) // 2]
+    return mask
+
+
+@pytest.mark.parametrize("tree", (chain, star, binary), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("heads", ((4, 4), (8, 2), (32, 2), (40, 1)), ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_trees(dtype, heads, tree, device):
+    """Trees of 15, 40 and 1 tokens, of groups that fill a tile of rows and of groups that do not."""
+    paged = make(
+        ("trees", heads), ([150, 70, 33], [15, 40, 1]), heads, (128, 128), 16, dtype, device
+    )
+    parts = [torch.zeros(n, 40, dtype=torch.bool) for n in paged.queries]
+    for part, n in zip(parts, paged.queries):
+        part[:, :n] = tree(n)
+    mask = torch.cat(parts).to(device)
+    check(paged, attend(paged, mask), mask)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("batch", ("ragged", "no old keys", "inactive"))
+@pytest.mark.parametrize("form", ("tokens", "wide"))
+@pytest.mark.parametrize("mods", ("none", "window", "kv_start_all", "sinks"))
+def test_the_op(mods, form, batch, dtype, device):
+    """The op that serves masks on CUDA. On the CPU it is the reference of csrc."""
+    gen = generator("tree op", mods, form, batch)
+    paged = make(("op", batch), batch, (4, 2), (64, 64), 16, dtype, device)
+    mask = masks_of(("op", form, batch), paged.queries, form, "any", device)
+    rules = paged_modifiers(mods, len(paged.lengths), (4, 2), gen, dtype, device)
+    op = torch.ops.gpukern.paged_attn_masked_fwd
+    got = op(*paged.args(), mask.view(torch.uint8), **packed(paged), **rules)
+    check(paged, got, mask, **rules)
+    first = torch.ops.gpukern.paged_attn_masked(
+        *paged.args(), mask.view(torch.uint8), **packed(paged), **rules
+    )
+    assert same_bits(first, got[0])
+
+
+def test_what_the_op_refuses(device):
+    paged = make("op refuses", "verify", (4, 2), (64, 64), 16, torch.float32, device)
+    mask = masks_of("op refuses", paged.queries, "tokens", "tree", device).view(torch.uint8)
+    square = mask.view(3, 4, 4)
+
+    def refused(text, attn_mask=mask, **rules):
+        with pytest.raises(ValueError, match=f"^gpukern::paged_attn: {text}"):
+            torch.ops.gpukern.paged_attn_masked(*paged.args(), attn_mask, **rules)
+
+    refused("attn_mask must be uint8, got bool", mask.bool())
+    refused(r"attn_mask must have shape \[T, S\] or \[B, S, S\], got \[12\]", mask[:, 0])
+    refused(r"attn_mask must be \[T, S\] with T = 12, got \[11, 4\]", mask[1:])
+    refused("attn_mask has 3 columns, the 3 sequences have 12 tokens", mask[:, :3])
+    refused("attn_mask has 3 columns, max_seqlen_q is 4", mask[:, :3], **packed(paged))
+    refused(r"attn_mask must be \[B, S, S\] with B = 3, got \[2, 4, 4\]", square[1:])
+    refused("attn_mask has 3 columns, the 3 sequences have 12 tokens", square[:, :3, :3])
+    if device == "cuda":
+        slopes = torch.ones(4, device=device)
+        refused("alibi_slopes is given with attn_mask on CUDA", alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize(
@@ -551,6 +628,49 @@ def test_capture(ragged, mods):
     args[4].copy_(args[4] - (args[4] > 30).int() * 3)
     graph.replay()
     assert all(map(same_bits, got, call()))
+
+
+def launches(call):
+    """Kernels and copies on the device in one call."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type is torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
+def test_launches(ragged):
+    """The kernels of the call over old keys, one before and one behind."""
+    paged, mask, rules = compiled_case("launches", "cuda", ragged, "none")
+    starts = {n: x for n, x in rules.items() if n in ("cu_seqlens_q", "max_seqlen_q")}
+    names = launches(lambda: paged_attn(*paged.args(), **rules, attn_mask=mask))
+    old = launches(lambda: paged_attn(*paged.args(), **starts, is_causal=False))
+    ours = [n for n in names if "tree_" in n]
+    assert len(ours) == 2 and len(names) <= len(old) + 3, names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, stored, dim, kernel",
+    (
+        (torch.bfloat16, None, 128, "paged_tree_mma_bf16"),
+        (torch.float16, None, 72, "paged_tree_mma_f16"),
+        (torch.bfloat16, torch.float8_e4m3fn, 128, "paged_tree_bf16"),
+        (torch.float32, None, 64, "paged_tree_f32"),
+        (torch.float64, None, 64, "paged_tree_f64"),
+    ),
+    ids=str,
+)
+def test_kernel(dtype, stored, dim, kernel):
+    paged = make("kernel", "verify", (4, 2), (dim, dim), 16, dtype, "cuda")
+    if stored is not None:
+        paged.k_cache, paged.v_cache = paged.k_cache.to(stored), paged.v_cache.to(stored)
+    mask = masks_of("kernel", paged.queries, "tokens", "tree", "cuda").view(torch.uint8)
+    told = torch.ops.gpukern.explain_paged_attn_masked(*paged.args(), mask)
+    assert json.loads(told)["instance"] == kernel
 
 
 def test_autocast(device):
