@@ -658,7 +658,8 @@ def test_launches(ragged):
     (
         (torch.bfloat16, None, 128, "paged_tree_mma_bf16"),
         (torch.float16, None, 72, "paged_tree_mma_f16"),
-        (torch.bfloat16, torch.float8_e4m3fn, 128, "paged_tree_bf16"),
+        (torch.bfloat16, torch.float8_e4m3fn, 128, "paged_tree_mma_bf16"),
+        (torch.bfloat16, torch.int8, 72, "paged_tree_bf16"),
         (torch.float32, None, 64, "paged_tree_f32"),
         (torch.float64, None, 64, "paged_tree_f64"),
     ),

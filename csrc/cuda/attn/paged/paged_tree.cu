@@ -18,10 +18,10 @@
  * the plan does not know. ALiBi is refused by the check: step 2 would place its queries one tree
  * too far to the left.
  *
- * Work split of step 3, tree_tiles_kernel: 16-bit caches of q's dtype with aligned rows. A warp
- * owns 16 rows (new tokens times heads of the group) of a kv head and up to 128 columns of V. A
- * step is 16 keys by mma.m16n8k16, all operands from global memory. tree_rows_kernel serves the
- * rest: a warp owns a row, a lane a key and then columns of V. */
+ * Work split of step 3, tree_tiles_kernel: q of 16 bits, caches of its dtype or of codes, aligned
+ * rows. A warp owns 16 rows (new tokens times heads of the group) of a kv head and up to 128
+ * columns of V. A step is 16 keys by mma.m16n8k16, all operands from global memory.
+ * tree_rows_kernel serves the rest: a warp owns a row, a lane a key and then columns of V. */
 #include "../../../core/dispatch.h"
 #include "../../../core/paged.h"
 #include "../../../formats/latent_row.h"
@@ -192,6 +192,26 @@ template <class T> __device__ __forceinline__ uint4 load_8(const T *at, bool the
     return there ? *(const uint4 *)at : make_uint4(0, 0, 0, 0);
 }
 
+/* Eight elements of a cache as T. Both 16-bit types represent every code exactly. */
+template <class T, gk_dtype STORED>
+__device__ __forceinline__ uint4 load_cached_8(const Rows &cache, int64_t at, bool there) {
+    if (STORED == element<T>::dtype) return load_8((const T *)cache.data + at, there);
+    if (!there) return make_uint4(0, 0, 0, 0);
+    const uint2 codes = *(const uint2 *)((const uint8_t *)cache.data + at);
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t two = (i < 2 ? codes.x : codes.y) >> i % 2 * 16;
+        pairs[i] = pack2<T>(code_value(STORED, two & 0xff), code_value(STORED, two >> 8 & 0xff));
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+template <class T, gk_dtype STORED>
+__device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
+    return STORED == element<T>::dtype ? to_f32(((const T *)cache.data)[at])
+                                       : code_value(STORED, ((const uint8_t *)cache.data)[at]);
+}
+
 /* True if one of eight 16-bit elements is infinite or NaN, that is, if all bits of its exponent are
  * set. One more at the exponent's last bit then carries into the sign. */
 template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
@@ -209,7 +229,9 @@ template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
  *  P V    Lane (g, t) loads columns 8 g .. 8 g + 7 of each 64 of keys 2 t, 2 t + 1, 8 + 2 t and
  *         9 + 2 t. The e-th mma multiplies column 8 g + e of each of them, so that o[e] holds
  *         columns 16 t + e and 16 t + 8 + e of the lane's two rows. */
-template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
+template <class T, gk_dtype STORED>
+__global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
+    constexpr bool CODES = STORED != element<T>::dtype;
     const Paged &p = x.p;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int64_t task = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -270,11 +292,10 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
                           v_at = p.v.at(max(page, 0), head_kv, in_page);
 
             /* 2.3 Q K^T */
-            const T *k[2];
+            int64_t k[2];
             float w[2][4] = {}; /* scores, then weights, of keys 8 h + 2 t, + 1 */
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                k[h] = (const T *)p.k.data + __shfl_sync(0xffffffffu, k_at, 8 * h + g);
+            for (int h = 0; h < 2; ++h) k[h] = __shfl_sync(0xffffffffu, k_at, 8 * h + g);
 #pragma unroll 4
             for (int d = t * 8; d - t * 8 < p.head_dim; d += 32) {
                 const bool inside = d < p.head_dim;
@@ -283,7 +304,8 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
                                second[4] = {q0.z, q1.z, q0.w, q1.w};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const uint4 key = load_8(k[h] + d, inside && (there >> (8 * h + g) & 1));
+                    const uint4 key = load_cached_8<T, STORED>(
+                        p.k, k[h] + d, inside && (there >> (8 * h + g) & 1));
                     const uint32_t low[2] = {key.x, key.y}, high[2] = {key.z, key.w};
                     mma_add<T>(w[h], first, low);
                     mma_add<T>(w[h], second, high);
@@ -292,12 +314,20 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
 
             /* 2.4 softmax */
             float highest[2] = {-INFINITY, -INFINITY}, shrink[2];
+            int its_page[4] = {}; /* of the lane's keys; codes only */
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                if (!(there >> (n / 2 * 8 + 2 * t + n % 2) & 1)) seen &= ~(0x11u << n);
+                const int key = n / 2 * 8 + 2 * t + n % 2;
+                if (!(there >> key & 1)) seen &= ~(0x11u << n);
+                float k_factor = 1;
+                if (CODES) {
+                    its_page[n] = max(__shfl_sync(0xffffffffu, page, key), 0);
+                    k_factor = x.k_scale.at<float>(its_page[n], head_kv);
+                }
 #pragma unroll
                 for (int u = 0; u < 2; ++u) {
                     float &its_w = w[n / 2][2 * u + n % 2];
+                    if (CODES) its_w *= k_factor;
                     its_w = seen >> (4 * u + n) & 1 ? score_fine(score, its_w, 0, 0) : -INFINITY;
                     highest[u] = fmaxf(highest[u], its_w);
                 }
@@ -311,6 +341,9 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
                     float &its_w = w[n / 2][2 * u + n % 2];
                     its_w = softmax[u].weight(its_w);
                     softmax[u].sum += its_w;
+                    /* the scale of a page that the row does not see may be NaN */
+                    if (CODES && x.v_scale.page && seen >> (4 * u + n) & 1)
+                        its_w *= x.v_scale.at<float>(its_page[n], head_kv);
                 }
             }
 #pragma unroll
@@ -332,9 +365,9 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
                     const int key = n / 2 * 8 + 2 * t + n % 2;
-                    const T *from =
-                        (const T *)p.v.data + __shfl_sync(0xffffffffu, v_at, key) + first + 8 * g;
-                    v[n] = load_8(from, first + 8 * g < p.head_dim_v && (there >> key & 1));
+                    const int64_t from = __shfl_sync(0xffffffffu, v_at, key) + first + 8 * g;
+                    v[n] = load_cached_8<T, STORED>(
+                        p.v, from, first + 8 * g < p.head_dim_v && (there >> key & 1));
                     if (has_special<T>(v[n])) special |= 1u << key;
                 }
                 special = __reduce_or_sync(0xffffffffu, special);
@@ -362,7 +395,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
                 for (; special; special &= special - 1) {
                     const int key = __ffs(special) - 1, n = key / 8 * 2 + key % 2,
                               owner = lane / 4 * 4 + key % 8 / 2;
-                    const T *from = (const T *)p.v.data + __shfl_sync(0xffffffffu, v_at, key);
+                    const int64_t from = __shfl_sync(0xffffffffu, v_at, key);
                     const unsigned its_seen = __shfl_sync(0xffffffffu, seen, owner);
 #pragma unroll
                     for (int u = 0; u < 2; ++u) {
@@ -377,7 +410,8 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
                         for (int c = 0; c < 16; ++c) {
                             const int d = first + 16 * t + c;
                             if (d < p.head_dim_v)
-                                o[m][c % 8][2 * u + c / 8] += weight * to_f32(from[d]);
+                                o[m][c % 8][2 * u + c / 8] +=
+                                    weight * load_cached<T, STORED>(p.v, from + d);
                         }
                     }
                 }
@@ -386,7 +420,8 @@ template <class T> __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kern
     }
 
     /* 3. merge */
-    const float v_scale = paged_scale<float>(p.v_scale, p.v_scale_step, head_kv);
+    float v_scale = paged_scale<float>(p.v_scale, p.v_scale_step, head_kv);
+    if (CODES && x.v_scale.page == 0) v_scale = x.v_scale.at<float>(0, head_kv);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
         const float sum = quad_sum(softmax[u].sum);
@@ -509,12 +544,20 @@ int64_t tile_blocks(const TreeParams &x) {
 
 bool in_chunks(const gk_tensor &t) { return t.shape[t.ndim - 1] % 8 == 0 && rows_aligned(t); }
 
+/* Weights times a scale of each page could leave the range of float16. */
+bool tiles_serve(const gk_paged_attn_args *a) {
+    const gk_dtype stored = a->k_cache.dtype;
+    if (stored == a->q.dtype) return true;
+    return (stored == GK_E4M3 || stored == GK_E5M2 || stored == GK_I8) &&
+           (a->q.dtype == GK_BF16 || !a->v_scale || a->v_scale->ndim < 2);
+}
+
 /* key = {tree_tiles_kernel serves the call} */
 bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (!gk_paged_mask_of(a) || a->q.shape[0] * a->q.shape[1] > INT32_MAX) return false;
     const bool by_tiles = instance->key[0];
-    if (by_tiles && (a->k_cache.dtype != a->q.dtype || !in_chunks(a->q) || !in_chunks(a->k_cache) ||
+    if (by_tiles && (!tiles_serve(a) || !in_chunks(a->q) || !in_chunks(a->k_cache) ||
                      !in_chunks(a->v_cache) || !in_chunks(a->out)))
         return false;
     const TreeParams x = params_of(ctx, a);
@@ -548,6 +591,16 @@ gk_status run_rows(const char *op, const gk_context *ctx, const TreeParams &x, b
                 : launch<tree_rows_kernel<T, PLAIN_ROW, NARROW>>(op, ctx, grid, THREADS, 0, x);
 }
 
+template <class T> gk_status run_tiles(const char *op, const gk_context *ctx, const TreeParams &x) {
+    const dim3 grid((unsigned)tile_blocks(x));
+    switch (x.stored) {
+    case GK_E4M3: return launch<tree_tiles_kernel<T, GK_E4M3>>(op, ctx, grid, THREADS, 0, x);
+    case GK_E5M2: return launch<tree_tiles_kernel<T, GK_E5M2>>(op, ctx, grid, THREADS, 0, x);
+    case GK_I8: return launch<tree_tiles_kernel<T, GK_I8>>(op, ctx, grid, THREADS, 0, x);
+    default: return launch<tree_tiles_kernel<T, element<T>::dtype>>(op, ctx, grid, THREADS, 0, x);
+    }
+}
+
 template <class T, bool BY_TILES>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static const char op[] = "gk_paged_attn";
@@ -572,7 +625,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
                      ->run(ctx, &call.args, &inner, (char *)workspace + call.bytes);
     if (status != GK_OK || x.p.tokens == 0 || x.p.heads_q == 0) return status;
     if constexpr (BY_TILES)
-        return launch<tree_tiles_kernel<T>>(op, ctx, dim3((unsigned)tile_blocks(x)), THREADS, 0, x);
+        return run_tiles<T>(op, ctx, x);
     else
         return run_rows<T>(op, ctx, x,
                            gk_max_i64(x.p.head_dim, x.p.head_dim_v) > paged_tree_plan::narrow_dim);
