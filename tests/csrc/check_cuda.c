@@ -603,6 +603,14 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward, bool scored) {
     } while ((scored && f.batch * f.seq_q * f.seq_k == 0) ||
              f.batch * f.heads_q * f.seq_q * f.seq_k * (f.dim + f.dim_v) >
                  small_or(large ? 40000000 : 12000000, backward ? 40000000 : 100000000));
+    if (scored && check_below(6) == 0) { /* few keys that many queries see (bwd_split.cuh) */
+        f.batch = 1 + check_below(2);
+        f.heads_q = 8;
+        f.heads_kv = 1;
+        f.seq_q = 400 + check_below(200);
+        f.seq_k = 1 + check_below(check_small() ? 20 : 130);
+        f.dim = f.dim_v = 8 * (1 + check_below(4));
+    }
     f.args = (gk_flash_attn_bwd_args){.size = sizeof f.args, .fwd = {.size = sizeof f.args.fwd}};
     if (f.packed) {
         f.cu_q = make_cu_seqlens(f.seq_q, &f.tokens_q);
