@@ -121,6 +121,32 @@ def dropped_gelu(**change):
     return dict(x=t(2, 3, 8), bias=t(8), p=0.25, seed=torch.tensor([1, 2])) | change
 
 
+def sampled(**change):
+    """A valid sample_tokens call with some of its arguments changed."""
+    return dict(logits=t(3, 7), temperature=t(3), number=t(3) / 2) | change
+
+
+def sampled_with_penalties(**change):
+    return (
+        dict(
+            logits=t(3, 7),
+            temperature=t(3),
+            number=t(3) / 2,
+            top_k=torch.tensor([0, 3, 9]),
+            top_p=t(3),
+            min_p=t(3),
+            counts=t(2, 7).int(),
+            prompt=t(2, 7).to(torch.uint8),
+            slots=torch.tensor([1, -1, 0]),
+            drafted=torch.tensor([[3, -1]]).expand(3, 2),
+            presence_penalty=t(3),
+            frequency_penalty=t(3),
+            repetition_penalty=t(3),
+        )
+        | change
+    )
+
+
 def classes(**change):
     return dict(logits=t(2, 3, 7), target=torch.tensor([[0, 6, -100], [3, 3, 1]])) | change
 
@@ -603,6 +629,51 @@ VALUE_ERRORS = [
         dropped_gelu(approximate="erf"),
         "approximate must be none or tanh, got 'erf'",
     ),
+    # ---- sample_tokens
+    ("sample_tokens", sampled(logits=t(3, 7).int()), f"logits must be {FLOATS}, got int32"),
+    ("sample_tokens", sampled(logits=t(7)), "logits must have 2 dimensions [R, V], got 1"),
+    (
+        "sample_tokens",
+        sampled(logits=t(3, 0)),
+        "logits must have between 1 and 2^20 columns, got 0",
+    ),
+    ("sample_tokens", sampled(temperature=t(4)), "temperature must have shape [3], got [4]"),
+    (
+        "sample_tokens",
+        sampled(number=t(3, dtype=BF16)),
+        "number must be float64 or float32, got bfloat16",
+    ),
+    ("sample_tokens", sampled(top_k=t(3)), "top_k must be int64 or int32, got float32"),
+    (
+        "sample_tokens",
+        sampled(slots=torch.tensor([0, 0, 0])),
+        "prompt, slots, drafted and penalties need counts",
+    ),
+    (
+        "sample_tokens",
+        sampled(counts=t(2, 7).int()),
+        "slots must be given with counts: the row of counts of each row",
+    ),
+    (
+        "sample_tokens",
+        sampled_with_penalties(counts=t(2, 6).int()),
+        "counts has tokens 6, logits has 7; they must match",
+    ),
+    (
+        "sample_tokens",
+        sampled_with_penalties(prompt=t(3, 7).to(torch.uint8)),
+        "prompt must have shape [2, 7], got [3, 7]",
+    ),
+    (
+        "sample_tokens",
+        sampled_with_penalties(drafted=torch.tensor([[3, -1]])),
+        "drafted has rows 1, logits has 3; they must match",
+    ),
+    (
+        "sample_tokens",
+        sampled_with_penalties(repetition_penalty=t(2)),
+        "repetition_penalty must have shape [3], got [2]",
+    ),
     # ---- rope_kv_write
     ("rope_kv_write", rotated_write(q=t(3, 32)), "q must have 3 dimensions [T, Hq, D], got 2"),
     ("rope_kv_write", rotated_write(q=t(3, 4, 8).int()), f"q must be {FLOATS}, got int32"),
@@ -799,6 +870,11 @@ INDEX_ERRORS = [
      "target is expected to hold classes in [0, 7) or ignore_index, got 7 in row 3"),
     ("cross_entropy", classes(ignore_index=0), "target is expected to hold classes in [0, 7) or "
                                                "ignore_index, got -100 in row 2"),
+    (
+        "sample_tokens",
+        sampled_with_penalties(slots=torch.tensor([0, 2, -1])),
+        "slots is expected to hold rows of counts, below 2, or negative ones, got slots[1] = 2",
+    ),
     ("rope_kv_write", rotated_write(positions=i32(0, 1, 6)), "positions is expected to hold rows "
                                                              "of cos, [0, 6), got 6 at token 2"),
     ("rope_kv_write", rotated_write(slots=torch.tensor([0, 20, -1])),
@@ -1024,6 +1100,12 @@ OPS = {
             ),
             "packed": dict(q=t(5, 4, 8), k=t(5, 2, 8)),
         },
+    ),
+    "sample_tokens": Registered(
+        sampled,
+        wide=("temperature", "number", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+        + ("repetition_penalty",),
+        variants={"": {}, "all": sampled_with_penalties()},
     ),
     "dropout": Registered(dropped, ("x",), explained=True, variants={"": {}, "all": dict(p=1.0)}),
     "dropout_add": Registered(dropped_sum, ("x", "residual"), explained=True),

@@ -30,12 +30,12 @@
 namespace {
 
 enum {
-    THREADS = 1024,
+    THREADS = 512, /* 128 registers a thread: four exponentials side by side need more than 64 */
     WARPS = THREADS / 32,
-    BINS = 2 * THREADS, /* a thread has two in a scan */
-    LISTED = 4096,      /* keys in shared memory */
-    MOST_CHUNKS = THREADS,
-    LEAST_VECTORS = 4 /* of a lane in a chunk */
+    BINS = 2048,
+    BINS_EACH = BINS / THREADS, /* of a thread in a scan */
+    LISTED = 4096,              /* keys in shared memory */
+    MOST_CHUNKS = THREADS
 };
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int64_t NO_KEY = INT64_MAX;
@@ -97,6 +97,15 @@ struct Class {
     int bin; /* of the first histogram */
 };
 
+/* What a pass needs to know of its row. Every pass reads it anew, so that it takes no registers in
+ * between. */
+struct Facts {
+    double largest, inverse, least; /* max y, 1 / temperature, min_p 2^43 */
+    double bins;                    /* of the first histogram in a unit of x; a power of two */
+    float largest32, inverse32;
+    bool in_float; /* float32 can hold x, and what it is made of */
+};
+
 struct Shared {
     Histogram all; /* of the whole row */
     union {
@@ -109,6 +118,7 @@ struct Shared {
     int narrow[WARPS];
     double real[WARPS];
     double presence, frequency, repetition;
+    Facts facts;
     Class chosen;
     int listed, in_list; /* the bin whose keys the list has, and their number */
     int bin, equal_before;
@@ -137,8 +147,8 @@ __device__ __forceinline__ void scan(Shared &s, int &count, int64_t &sum, int &c
         s.wide[warp] = sum;
     }
     __syncthreads();
-    int n = s.narrow[lane];
-    int64_t w = s.wide[lane];
+    int n = lane < WARPS ? s.narrow[lane] : 0;
+    int64_t w = lane < WARPS ? s.wide[lane] : 0;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         const int m = __shfl_up_sync(ALL, n, d);
@@ -172,8 +182,8 @@ __device__ __forceinline__ void range(Shared &s, int64_t &low, int64_t &high) {
         s.wide2[warp] = high;
     }
     __syncthreads();
-    low = s.wide[lane];
-    high = s.wide2[lane];
+    low = s.wide[lane % WARPS];
+    high = s.wide2[lane % WARPS];
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) {
         low = lower(low, __shfl_xor_sync(ALL, low, d));
@@ -225,37 +235,36 @@ __device__ __forceinline__ void add_of_warp(Histogram &h, bool has, int bin, int
 __device__ __forceinline__ void choose(Shared &s, const Histogram &h, const Class &from, int most,
                                        double share) {
     __syncthreads(); /* the histogram is complete, and s.chosen was read */
-    int count[2], before;
-    int64_t sum[2], before_sum;
+    int count[BINS_EACH], before = 0, all;
+    int64_t sum[BINS_EACH], before_sum = 0, all_sum;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int bin = 2 * threadIdx.x + i;
+    for (int i = 0; i < BINS_EACH; ++i) {
+        const int bin = BINS_EACH * threadIdx.x + i;
         count[i] = (int)h.count[bin];
         sum[i] = (int64_t)h.high[bin] << 32 | h.low[bin];
+        before += count[i];
+        before_sum += sum[i];
     }
-    before = count[0] + count[1];
-    before_sum = sum[0] + sum[1];
-    int all;
-    int64_t all_sum;
     if (threadIdx.x == 0) s.bin = -1;
     scan(s, before, before_sum, all, all_sum);
     before += from.before;
     before_sum += from.before_sum;
     int mine = -1;
+    Class found = from;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int n = before + (i ? count[0] : 0);
-        const int64_t w = before_sum + (i ? sum[0] : 0);
-        if (count[i] && (n == from.before || (n < most && (double)w < share))) mine = i;
+    for (int i = 0; i < BINS_EACH; ++i) {
+        if (count[i] && (before == from.before || (before < most && (double)before_sum < share))) {
+            mine = found.bin = BINS_EACH * threadIdx.x + i;
+            found.before = before;
+            found.before_sum = before_sum;
+            found.count = count[i];
+        }
+        before += count[i];
+        before_sum += sum[i];
     }
-    if (mine >= 0) atomicMax(&s.bin, 2 * (int)threadIdx.x + mine);
+    if (mine >= 0) atomicMax(&s.bin, mine);
     __syncthreads();
-    if (mine >= 0 && s.bin == 2 * (int)threadIdx.x + mine) {
-        s.chosen.bin = s.bin;
-        s.chosen.before = before + (mine ? count[0] : 0);
-        s.chosen.before_sum = before_sum + (mine ? sum[0] : 0);
-        s.chosen.count = count[mine];
-    }
+    if (mine >= 0 && s.bin == mine) s.chosen = found;
     __syncthreads();
 }
 
@@ -276,6 +285,7 @@ template <class T, bool PENALISED> struct Row {
     /* Elements of a load. A row with penalties also loads counts and marks, and takes one. */
     static constexpr int VEC = PENALISED ? 1 : sizeof(T) > 4 ? 2 : 4;
     static constexpr int VEC_BYTES = VEC * sizeof(T);
+    static constexpr int AHEAD = 4; /* vectors of a thread on their way */
     typedef decltype(wide(T())) Wide;
 
     const Params &p;
@@ -286,9 +296,6 @@ template <class T, bool PENALISED> struct Row {
      */
     int pad, vectors;
     int slot;
-    double largest, inverse, least;
-    bool in_float; /* float32 can hold x, and what it is made of */
-    double bins;   /* a power of two: bins of the first histogram in a unit of x */
 
     __device__ Row(const Params &p, Shared &s, int row, int slot)
         : p(p), s(s), row(row), slot(slot) {
@@ -344,8 +351,8 @@ template <class T, bool PENALISED> struct Row {
         return PENALISED ? penalised(raw, token) : (double)wide(raw);
     }
 
-    __device__ __forceinline__ double x_of(T raw, int token) const {
-        return GK_MUL(GK_ADD(y_of(raw, token), -largest), inverse);
+    __device__ __forceinline__ double x_of(const Facts &f, T raw, int token) const {
+        return GK_MUL(GK_ADD(y_of(raw, token), -f.largest), f.inverse);
     }
 
     /* Bounds of x in float32, wide enough for its rounding errors. Most tokens of a pass lie
@@ -353,17 +360,17 @@ template <class T, bool PENALISED> struct Row {
     struct Near {
         float from, to;
     };
-    __device__ __forceinline__ Near near_keys(int64_t low, int64_t high) const {
-        if (PENALISED || sizeof(T) > 4 || !in_float) return {-INFINITY, INFINITY};
+    __device__ __forceinline__ Near near_keys(const Facts &f, int64_t low, int64_t high) const {
+        if (PENALISED || sizeof(T) > 4 || !f.in_float) return {-INFINITY, INFINITY};
         /* fmax: the bits of NO_KEY are NaN */
         const double from = fmax(-__longlong_as_double(high), GK_SAMPLE_LEAST);
         return {(float)from - MARGIN, (float)-__longlong_as_double(low) + MARGIN};
     }
-    __device__ __forceinline__ bool is_far(T raw, const Near &near) const {
+    __device__ __forceinline__ bool is_far(const Facts &f, T raw, const Near &near) const {
         if constexpr (PENALISED || sizeof(T) > 4) {
             return false;
         } else {
-            const float x = (wide(raw) - (float)largest) * (float)inverse;
+            const float x = (wide(raw) - f.largest32) * f.inverse32;
             return x < near.from || x > near.to;
         }
     }
@@ -377,15 +384,19 @@ template <class T, bool PENALISED> struct Row {
         }
     }
 
-    /* The same for the whole row. Every lane of a warp takes the same steps. The next vector is on
-     * its way while f is computed: unrolled, f would spill registers. */
+    /* The same for the whole row. Every lane of a warp takes the same steps. The next vectors are
+     * on their way while f is computed. */
     template <class F> __device__ __forceinline__ void each(F f) const {
-        Vec next = load(threadIdx.x);
+        Vec x[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) x[i] = load(i * THREADS + threadIdx.x);
 #pragma unroll 1
         for (int first = 0; first < vectors; first += THREADS) {
-            const Vec x = next;
-            next = load(first + THREADS + threadIdx.x);
-            each_in(x, first + threadIdx.x, f);
+            const Vec now = x[0];
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; ++i) x[i] = x[i + 1];
+            x[AHEAD - 1] = load(first + AHEAD * THREADS + threadIdx.x);
+            each_in(now, first + threadIdx.x, f);
         }
     }
 
@@ -396,8 +407,9 @@ template <class T, bool PENALISED> struct Row {
         return y > than || (y == than && i < other);
     }
 
-    /* Sets `largest` and returns its token; `range`: how far the smallest finite y is below. */
-    __device__ __forceinline__ int best(double &range) {
+    /* Returns the token of the largest y, and y; `range`: how far the smallest finite y is below.
+     */
+    __device__ __forceinline__ int best(double &largest, double &range) {
         typedef decltype(PENALISED ? double() : Wide()) Y;
         Y top = -(Y)INFINITY, low = (Y)INFINITY;
         int at = INT32_MAX;
@@ -435,9 +447,9 @@ template <class T, bool PENALISED> struct Row {
                 s.wide[warp] = __double_as_longlong(least_y);
             }
             __syncthreads();
-            peak = s.real[lane];
-            at = s.narrow[lane];
-            least_y = __longlong_as_double(s.wide[lane]);
+            peak = s.real[lane % WARPS];
+            at = s.narrow[lane % WARPS];
+            least_y = __longlong_as_double(s.wide[lane % WARPS]);
         }
         largest = peak;
         range = peak - least_y;
@@ -445,44 +457,43 @@ template <class T, bool PENALISED> struct Row {
     }
 
     /* ---- 2: the first histogram -------------------------------------------------------------- */
-    template <bool WEIGHTS> __device__ __forceinline__ void count_all(double range) {
-        /* range / temperature < 2^k, at most 2^5 of which have a weight */
-        const double spread = fmin(range * inverse, -GK_SAMPLE_LEAST);
-        const int k = max((int)(__double_as_longlong(spread) >> 52) - 1022, -40);
-        bins = __longlong_as_double((int64_t)(1023 + 11 - k) << 52);
+    template <bool WEIGHTS> __device__ __forceinline__ void count_all() {
         clear(s.all);
-        const Near near = near_keys(0, NO_KEY);
+        const Facts f = s.facts;
+        const Near near = near_keys(f, 0, NO_KEY);
         each([&](T raw, int token, bool is_there) {
             double x = GK_SAMPLE_LEAST - 1;
-            if (is_there && !is_far(raw, near)) x = x_of(raw, token);
+            if (is_there && !is_far(f, raw, near)) x = x_of(f, raw, token);
             bool has = x >= GK_SAMPLE_LEAST;
             int bin = 0;
             int64_t weight = 0;
             if (has) {
-                if (WEIGHTS || least > 0) {
+                if (WEIGHTS || f.least > 0) {
                     const double e = gk_sample_exp(x, s.table);
-                    has = e >= least;
+                    has = e >= f.least;
                     weight = gk_sample_round(e);
                 }
-                bin = min((int)(-x * bins), BINS - 1);
+                bin = min((int)(-x * f.bins), BINS - 1);
             }
             add_of_warp<WEIGHTS>(s.all, has, bin, weight);
         });
     }
 
     /* ---- 3: the key of the last token that stays --------------------------------------------- */
-    /* Calls f(key) for each token of the row that has a weight and whose key is in [low, high]. */
+    /* Calls call(key) for each token of the row that has a weight and whose key is in [low, high].
+     */
     template <class F>
-    __device__ __forceinline__ void each_between(int64_t low, int64_t high, F f) const {
-        const Near near = near_keys(low, high);
+    __device__ __forceinline__ void each_between(int64_t low, int64_t high, F call) const {
+        const Facts f = s.facts;
+        const Near near = near_keys(f, low, high);
         each([&](T raw, int token, bool is_there) {
-            if (!is_there || is_far(raw, near)) return;
-            const double x = x_of(raw, token);
+            if (!is_there || is_far(f, raw, near)) return;
+            const double x = x_of(f, raw, token);
             if (!(x >= GK_SAMPLE_LEAST)) return;
             const int64_t key = __double_as_longlong(x) & INT64_MAX;
             if (key < low || key > high) return;
-            if (least > 0 && !(gk_sample_exp(x, s.table) >= least)) return;
-            f(key);
+            if (f.least > 0 && !(gk_sample_exp(x, s.table) >= f.least)) return;
+            call(key);
         });
     }
 
@@ -595,8 +606,9 @@ template <class T, bool PENALISED> struct Row {
                 choose(s, s.all, c, most, share);
                 if (s.bin < 0) return {NO_KEY, 0, 0}; /* no token has a weight */
                 c = s.chosen;
-                c.low = __double_as_longlong(c.bin / bins);
-                c.high = c.bin == BINS - 1 ? NO_KEY : __double_as_longlong((c.bin + 1) / bins) - 1;
+                c.low = __double_as_longlong(c.bin / s.facts.bins);
+                c.high = c.bin == BINS - 1 ? NO_KEY
+                                           : __double_as_longlong((c.bin + 1) / s.facts.bins) - 1;
                 listed = s.listed == c.bin || c.count <= LISTED;
                 if (listed && s.listed != c.bin) collect(c.low, c.high, c.bin);
             }
@@ -607,16 +619,16 @@ template <class T, bool PENALISED> struct Row {
 
     /* ---- 4 and 5: the draw ------------------------------------------------------------------- */
     /* The weight of a token whose key is below the bound's; equal: its key is the bound's. */
-    __device__ __forceinline__ int64_t kept(const Bound &keep, const Near &near, T raw, int token,
-                                            bool &equal) const {
+    __device__ __forceinline__ int64_t kept(const Facts &f, const Bound &keep, const Near &near,
+                                            T raw, int token, bool &equal) const {
         equal = false;
-        if (!there(token) || is_far(raw, near)) return 0;
-        const double x = x_of(raw, token);
+        if (!there(token) || is_far(f, raw, near)) return 0;
+        const double x = x_of(f, raw, token);
         if (!(x >= GK_SAMPLE_LEAST)) return 0;
         const int64_t key = __double_as_longlong(x) & INT64_MAX;
         if (key > keep.last) return 0;
         const double e = gk_sample_exp(x, s.table);
-        if (!(e >= least)) return 0;
+        if (!(e >= f.least)) return 0;
         equal = key == keep.last;
         return equal ? 0 : gk_sample_round(e);
     }
@@ -624,26 +636,29 @@ template <class T, bool PENALISED> struct Row {
     __device__ __forceinline__ int64_t draw(const Bound &keep, int otherwise) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         /* a chunk is so many vectors a lane */
-        const int each_lane =
-            max(LEAST_VECTORS, (vectors + 32 * MOST_CHUNKS - 1) / (32 * MOST_CHUNKS));
+        const int most = 32 * MOST_CHUNKS * AHEAD;
+        const int each_lane = (vectors + most - 1) / most * AHEAD;
         const int chunks = (vectors + 32 * each_lane - 1) / (32 * each_lane);
         const int64_t each_weight = keep.last == NO_KEY ? 0 : weight_of(keep.last);
-        const Near near = near_keys(0, keep.last);
+        const Facts f = s.facts;
+        const Near near = near_keys(f, 0, keep.last);
         __syncthreads(); /* the second histogram's readers */
         for (int c = warp; c < chunks; c += WARPS) {
             int64_t sum = 0;
             int equals = 0;
-            Vec next = load(c * each_lane * 32 + lane);
 #pragma unroll 1
-            for (int i = 0; i < each_lane; ++i) {
-                const int j = (c * each_lane + i) * 32 + lane;
-                const Vec x = next;
-                next = load(j + 32);
-                each_in(x, j, [&](T raw, int token, bool) {
-                    bool equal;
-                    sum += kept(keep, near, raw, token, equal);
-                    equals += equal;
-                });
+            for (int i = 0; i < each_lane; i += AHEAD) {
+                const int first = (c * each_lane + i) * 32 + lane;
+                Vec x[AHEAD];
+#pragma unroll
+                for (int u = 0; u < AHEAD; ++u) x[u] = load(first + 32 * u);
+#pragma unroll
+                for (int u = 0; u < AHEAD; ++u)
+                    each_in(x[u], first + 32 * u, [&](T raw, int token, bool) {
+                        bool equal;
+                        sum += kept(f, keep, near, raw, token, equal);
+                        equals += equal;
+                    });
             }
 #pragma unroll
             for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
@@ -686,7 +701,7 @@ template <class T, bool PENALISED> struct Row {
 #pragma unroll
             for (int e = 0; e < VEC; ++e) {
                 bool equal;
-                weight[e] = kept(keep, near, x.v[e], j * VEC + e - pad, equal);
+                weight[e] = kept(f, keep, near, x.v[e], j * VEC + e - pad, equal);
                 is_equal |= (unsigned)equal << e;
             }
             equals = __popc(is_equal);
@@ -728,13 +743,26 @@ template <class T, bool PENALISED> struct Row {
     }
 
     __device__ __forceinline__ int64_t token() {
-        double range;
-        const int most_likely = best(range);
+        double largest, range;
+        const int most_likely = best(largest, range);
         const double temperature = number_of(p.temperature, row, 0);
         if (!(temperature > 0) || !isfinite(largest)) return most_likely;
-        inverse = GK_DIV(1.0, temperature);
-        in_float = fabs(largest) < 1e30 && range < 1e30 && inverse > 1e-30 && inverse < 1e30;
-        least = GK_MUL(number_of(p.min_p, row, 0), GK_SAMPLE_ONE);
+        if (threadIdx.x == 0) {
+            Facts f;
+            f.largest = largest;
+            f.inverse = GK_DIV(1.0, temperature);
+            f.least = GK_MUL(number_of(p.min_p, row, 0), GK_SAMPLE_ONE);
+            f.largest32 = (float)largest;
+            f.inverse32 = (float)f.inverse;
+            f.in_float =
+                fabs(largest) < 1e30 && range < 1e30 && f.inverse > 1e-30 && f.inverse < 1e30;
+            /* range / temperature < 2^k, at most 2^5 of which have a weight */
+            const double spread = fmin(range * f.inverse, -GK_SAMPLE_LEAST);
+            const int k = max((int)(__double_as_longlong(spread) >> 52) - 1022, -40);
+            f.bins = __longlong_as_double((int64_t)(1023 + 11 - k) << 52);
+            s.facts = f;
+        }
+        __syncthreads();
         const int64_t top_k = p.top_k.data ? integer_of(p.top_k, row * p.top_k.stride) : 0;
         const double top_p = number_of(p.top_p, row, 1);
         Bound keep = {NO_KEY, 0, 0};
@@ -743,9 +771,9 @@ template <class T, bool PENALISED> struct Row {
             const int most = by_count ? (int)top_k : INT32_MAX;
             const bool few = most <= LISTED;
             if (few)
-                count_all<false>(range);
+                count_all<false>();
             else
-                count_all<true>(range);
+                count_all<true>();
             keep = bound_of(most, top_p, few);
         }
         return draw(keep, most_likely);

@@ -291,7 +291,7 @@ def test_transforms_see_the_op(name, variant, device):
         assert same_bits(
             torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x), want
         )
-    else:
+    elif call(*call.leaves).is_floating_point():  # integers have no gradient that could be lost
         with pytest.raises(NotImplementedError, match="it has no backward"):
             torch.func.grad(lambda w: torch.func.grad(inner, argnums=1)(w, y))(x)
     with pytest.raises(NotImplementedError, match="forward-mode"):
