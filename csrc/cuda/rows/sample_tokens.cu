@@ -90,7 +90,7 @@ struct Chunks {
 };
 
 /* The tokens between two keys, and what comes before them in the order of x. */
-struct Class {
+struct Group {
     int64_t low, high; /* keys */
     int64_t before_sum;
     int before, count;
@@ -119,7 +119,7 @@ struct Shared {
     double real[WARPS];
     double presence, frequency, repetition;
     Facts facts;
-    Class chosen;
+    Group chosen;
     int listed, in_list; /* the bin whose keys the list has, and their number */
     int bin, equal_before;
     int64_t place;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void scan(Shared &s, int &count, int64_t &sum, int &c
             sum += w;
         }
     }
-    __syncthreads(); /* the last call's readers */
+    __syncthreads(); /* the last call has read its words */
     if (lane == 31) {
         s.narrow[warp] = count;
         s.wide[warp] = sum;
@@ -230,9 +230,9 @@ __device__ __forceinline__ void add_of_warp(Histogram &h, bool has, int bin, int
 }
 
 /* Chooses the last bin whose first token stays: fewer than `most` tokens come before it, with a
- * sum below `share`. The first token of a class stays in any case. `from` is the class that the
+ * sum below `share`. The first token of a group stays in any case. `from` is the group that the
  * histogram is of. Leaves bin, before, before_sum and count in s.chosen. */
-__device__ __forceinline__ void choose(Shared &s, const Histogram &h, const Class &from, int most,
+__device__ __forceinline__ void choose(Shared &s, const Histogram &h, const Group &from, int most,
                                        double share) {
     __syncthreads(); /* the histogram is complete, and s.chosen was read */
     int count[BINS_EACH], before = 0, all;
@@ -250,7 +250,7 @@ __device__ __forceinline__ void choose(Shared &s, const Histogram &h, const Clas
     before += from.before;
     before_sum += from.before_sum;
     int mine = -1;
-    Class found = from;
+    Group found = from;
 #pragma unroll
     for (int i = 0; i < BINS_EACH; ++i) {
         if (count[i] && (before == from.before || (before < most && (double)before_sum < share))) {
@@ -501,9 +501,9 @@ template <class T, bool PENALISED> struct Row {
         return gk_sample_round(gk_sample_exp(-__longlong_as_double(key), s.table));
     }
 
-    /* Calls f(key) for each token of a class, from the list if it has them. */
+    /* Calls f(key) for each token of a group, from the list if it has them. */
     template <class F>
-    __device__ __forceinline__ void each_of(const Class &c, bool listed, int in_list, F f) const {
+    __device__ __forceinline__ void each_of(const Group &c, bool listed, int in_list, F f) const {
         if (!listed) {
             each_between(c.low, c.high, f);
             return;
@@ -527,8 +527,8 @@ template <class T, bool PENALISED> struct Row {
 
     /* The bound of the first `most` tokens in the order of x, among which a token stays if the
      * weights before it have a sum below `share`; one token stays in any case. The last token that
-     * stays is in class c. */
-    __device__ __forceinline__ Bound narrowed(Class c, int most, double share, bool listed) {
+     * stays is in group c. */
+    __device__ __forceinline__ Bound narrowed(Group c, int most, double share, bool listed) {
         const int in_list = s.in_list;
         for (;;) {
             int64_t low = NO_KEY, high = 0;
@@ -552,7 +552,7 @@ template <class T, bool PENALISED> struct Row {
             c.low = low + ((int64_t)c.bin << shift);
             c.high = c.low + ((int64_t)1 << shift) - 1;
         }
-        /* all tokens of the class have one key; a token has a place if those before leave it one */
+        /* all tokens of the group have one key; a token has a place if those before leave it one */
         const int64_t each_weight = weight_of(c.low);
         int room = 1, most_room = min(c.count, most - c.before);
         while (room < most_room) {
@@ -583,7 +583,7 @@ template <class T, bool PENALISED> struct Row {
         if (most == INT32_MAX) keep.total = sum_of_all();
 #pragma unroll 1
         for (int by_sum = most == INT32_MAX; by_sum < (top_p < 1 ? 2 : 1); ++by_sum) {
-            Class c = {0, 0, 0, 0, 0, 0};
+            Group c = {0, 0, 0, 0, 0, 0};
             double share = INFINITY;
             bool listed = true;
             if (by_sum && few) {
@@ -642,7 +642,7 @@ template <class T, bool PENALISED> struct Row {
         const int64_t each_weight = keep.last == NO_KEY ? 0 : weight_of(keep.last);
         const Facts f = s.facts;
         const Near near = near_keys(f, 0, keep.last);
-        __syncthreads(); /* the second histogram's readers */
+        __syncthreads(); /* the second histogram has been read */
         for (int c = warp; c < chunks; c += WARPS) {
             int64_t sum = 0;
             int equals = 0;
