@@ -41,6 +41,7 @@ struct Params {
                                whole row's columns */
     double smoothing, softcap, scale, z_loss;
     uint8_t *error_word;
+    unsigned parts; /* backward: blocks that share a row */
 };
 
 __device__ __forceinline__ float e_to(float x) { return expf(x); }
@@ -214,14 +215,12 @@ __device__ __forceinline__ void plain_gradients(const Run<T, V> &x, float scale,
             if (k == (int)target) d.v[k] = from_acc<D>(weight(k) - own);
 }
 
-/* grid: x strides over the rows, y cuts the columns into parts of THREADS x AHEAD runs. T is the
- * logits' type, D the gradient's. A thread loads all its logits before it stores, because dlogits
- * may be the logits' own memory. PLAIN: results of 16 bits, without soft cap and label
- * smoothing. */
+/* Neighbouring blocks take the parts of a row, THREADS x AHEAD runs each, so that those which run
+ * at a time read memory that lies together; then the grid strides over the rows. T is the logits'
+ * type, D the gradient's. A thread loads all its logits before it stores, because dlogits may be
+ * the logits' own memory. PLAIN: results of 16 bits, without soft cap and label smoothing. */
 template <class T, class D, int V, bool PLAIN>
-__global__ void __launch_bounds__(THREADS, PLAIN            ? 5
-                                           : sizeof(T) == 8 ? 1
-                                                            : 3)
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 4)
     cross_entropy_bwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
@@ -229,8 +228,10 @@ __global__ void __launch_bounds__(THREADS, PLAIN            ? 5
     const W e = W(p.smoothing) / W(p.classes);
     const W weights = p.smoothing != 0 ? all_weights<W>(p, place) : W(0);
     constexpr int MANY = AHEAD<T, V>;
-    const int64_t first = (int64_t)blockIdx.y * (THREADS * MANY) + threadIdx.x, end = p.n / V;
-    for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const unsigned block = blockIdx.x / p.parts;
+    const int64_t first = (int64_t)(blockIdx.x - block * p.parts) * (THREADS * MANY) + threadIdx.x,
+                  end = p.n / V;
+    for (int64_t row = block; row < p.rows; row += gridDim.x / p.parts) {
         int64_t target;
         bool bad;
         const bool counts = read_target(p, row, target, bad);
@@ -288,7 +289,10 @@ Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a, const gk
 template <class T, class D, int V, bool PLAIN>
 gk_status bwd_launch(const gk_context *ctx, Params p, const gk_tensor &dlogits, const char *op) {
     p.dlogits = row_tensor(dlogits);
-    const dim3 grid(row_blocks(p.rows), (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>));
+    p.parts = (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>);
+    /* a grid has fewer than 2^31 blocks */
+    const int64_t rows = gk_clamp_i64(p.rows, 0, gk_max_i64(1, INT32_MAX / p.parts));
+    const dim3 grid((unsigned)rows * p.parts);
     return launch<cross_entropy_bwd_kernel<T, D, V, PLAIN>>(op, ctx, grid, THREADS, 0, p);
 }
 
