@@ -11,13 +11,19 @@
 
 /* flash_attn_fwd_wide_sm90a: a tile of flash_attn_fwd_sm90a with all columns of q and k, and 256
  * columns of v and out, because O of 512 columns would take 256 registers a thread. Q takes 128
- * KiB. Two stages of 32 keys take the 96 KiB that are left. One stage of 64 keys would fit as well,
- * but then K of the next block could not be loaded while this one is multiplied. */
+ * KiB. The 96 KiB that are left hold one block of 64 keys, loaded in halves (fwd_wide.cuh); STAGES
+ * counts the halves. Two blocks of 32 keys fit as well, but their products of 64 x 32 scores take
+ * 24 clocks of shared memory's port where the tensor cores need 16. */
 struct FwdHopper512 {
-    static constexpr int HEAD_DIM = 512, HEAD_DIM_V = 256, WARPGROUPS = 2, BKV = 32, STAGES = 2,
+    static constexpr int HEAD_DIM = 512, HEAD_DIM_V = 256, WARPGROUPS = 2, BKV = 64, STAGES = 2,
                          Q_BUFFERS = 1;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr bool OVERLAP = true;
+};
+
+/* Where FwdHopper512 keeps its stages: the memory of a tile of 32 keys in two stages. */
+struct Fwd512Memory : FwdHopper512 {
+    static constexpr int BKV = FwdHopper512::BKV / 2;
 };
 
 /* flash_attn_bwd_gemms: the largest number of bytes of scores, weights and their gradients that are

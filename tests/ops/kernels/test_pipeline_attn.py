@@ -34,6 +34,8 @@ class Kernel:
     # What one more warp loads: "words" of partial blocks, a "bias" [.., Sq, Sk], the "distances" of
     # a bias by distance, or the bias of keys as "lifted" columns of K.
     side: str = ""
+    # K and V of a block in two stages each (fwd_wide.cuh): halves of the columns and of the keys
+    halves: bool = False
     broken: str = ""  # the rule that is broken
 
     def block(self, rng):
@@ -197,6 +199,10 @@ class Block:
         if not self.alive:
             raise Wrong("something is under way in a block that has left")
 
+    def stages_of(self, step):
+        """The counts of the stages of a step in the rings of K and V."""
+        return (2 * step, 2 * step + 1) if self.k.halves else (step,)
+
     # ---- the tile finder ----
     def find_tiles(self):
         for n in range(len(self.tiles)):
@@ -263,12 +269,14 @@ class Block:
             for j in range(blocks + 1):
                 if j < blocks:
                     self.tell(n)
-                    yield from self.load("k", step + j)
+                    for at in self.stages_of(step + j):
+                        yield from self.load("k", at)
                 if not ahead and j == 0:
                     yield from self.load_q(n)
                 if j > 0:
                     self.tell(n)
-                    yield from self.load("v", step + j - 1)
+                    for at in self.stages_of(step + j - 1):
+                        yield from self.load("v", at)
                 if ahead and j == min(2, blocks) and broken != "next q before the tile's k":
                     if broken != "description not awaited":
                         yield self.described.is_full(n + 1)
@@ -396,7 +404,8 @@ class Block:
         self.see(group, product)
         rows = slice(group * WARPS, group * WARPS + WARPS)
         if product.kind == "scores":
-            self.s[rows] = [(product.n, product.j)] * WARPS
+            if not self.k.halves or product.step % 2:  # the last one of a block
+                self.s[rows] = [(product.n, product.j)] * WARPS
         elif self.p[rows] != [(product.n, product.j)] * WARPS:
             raise Wrong("a product reads other weights")
 
@@ -447,15 +456,38 @@ class Block:
         # weights are packed while the next scores, which are issued early, are computed
         late = overlap and ahead
 
+        def issue_scores(j):
+            for half, at in enumerate(self.stages_of(step + j)):
+                if half and broken != "second half of k not awaited":
+                    yield k.is_full(at)
+                self.issue(group, w, "scores", n, j, at)
+
+        def values_full(j):
+            for at in self.stages_of(step + j):
+                yield v.is_full(at)
+
+        def issue_values(j):
+            for at in self.stages_of(step + j):
+                self.issue(group, w, "values", n, j, at)
+
         def scores(j):
+            stages = self.stages_of(step + j)
+            later = len(stages) * int(overlap and j > first)  # products that are issued behind
             if broken == "q released before the last scores" and not ahead and j == end - 1:
                 yield from self.release_q(me, last_q)
             if broken == "k released before the wait" and w == 0:
-                k.release(step + j)
+                for at in stages:
+                    k.release(at)
+            if self.k.halves and j > first and broken != "k released before the wait":
+                yield self.wait_group(group, w, later + 1 + (broken == "first half released early"))
+                if w == 0:
+                    k.release(stages[0])
+                stages = stages[1:]
             if broken != "scores not awaited":
-                yield self.wait_group(group, w, int(overlap and j > first))
+                yield self.wait_group(group, w, later)
             if broken not in ("k released before the wait", "k kept") and w == 0:
-                k.release(step + j)
+                for at in stages:
+                    k.release(at)
             if (
                 not ahead
                 and j == end - 1
@@ -465,10 +497,12 @@ class Block:
 
         def release_v(j):
             if broken not in ("v released before the wait", "v kept") and w == 0:
-                v.release(step + j)
+                for at in self.stages_of(step + j):
+                    v.release(at)
 
         def clear(j):
-            self.cleared[(step + j) % self.k.stages].add(me)
+            for at in self.stages_of(step + j):
+                self.cleared[at % self.k.stages].add(me)
             if broken != "cleared without a barrier":
                 yield self.meetings[group].arrive()
 
@@ -479,10 +513,10 @@ class Block:
         yield from self.read_words(group, w, n, first)
         if not self.ready[me]:
             if broken != "k not awaited":
-                yield k.is_full(step + first)
+                yield k.is_full(self.stages_of(step + first)[0])
             yield from self.read_side("distances", group, w, n, first, step + first)
             yield from self.turn_begin(group)
-            self.issue(group, w, "scores", n, first, step + first)
+            yield from issue_scores(first)
             self.turn_end(group)
             yield from scores(first)
         yield from self.read_side("bias", group, w, n, first)
@@ -494,22 +528,23 @@ class Block:
         if ahead and broken != "q kept":
             yield from self.release_q(me, last_q)
         if t.ragged and t.backwards and first == 0:
-            yield v.is_full(step)
+            yield from values_full(0)
             yield from clear(0)
         for j in range(first + 1, end):
             if broken != "k not awaited":
-                yield k.is_full(step + j)
+                yield k.is_full(self.stages_of(step + j)[0])
             yield from self.read_side("distances", group, w, n, j, step + j)
             yield from self.turn_begin(group)
-            self.issue(group, w, "scores", n, j, step + j)
+            yield from issue_scores(j)
             if late:
                 self.p[me] = self.w[me]
             if broken != "v not awaited":
-                yield v.is_full(step + j - 1)
-            self.issue(group, w, "values", n, j - 1, step + j - 1)
+                yield from values_full(j - 1)
+            issue_values(j - 1)
             self.turn_end(group)
             if broken == "v released before the wait" and w == 0:
-                v.release(step + j - 1)
+                for at in self.stages_of(step + j - 1):
+                    v.release(at)
             yield from self.read_words(group, w, n, j)
             yield from self.read_side("bias", group, w, n, j)
             yield from scores(j)
@@ -540,13 +575,14 @@ class Block:
             yield from self.last_and_next(group, w, n, step, end, clear_tail, release_v)
             return
         if broken != "v not awaited":
-            yield v.is_full(step + end - 1)
+            yield from values_full(end - 1)
         yield from clear_tail()
         yield from self.turn_begin(group)
-        self.issue(group, w, "values", n, end - 1, step + end - 1)
+        issue_values(end - 1)
         self.turn_end(group)
         if broken == "v released before the wait" and w == 0:
-            v.release(step + end - 1)
+            for at in self.stages_of(step + end - 1):
+                v.release(at)
         yield self.wait_group(group, w, 0)
         release_v(end - 1)
 
@@ -586,6 +622,10 @@ class Block:
         broken, k, v = self.k.broken, self.rings["k"], self.rings["v"]
         late = broken == "pass: released before all warps have waited"
 
+        if self.k.halves:
+            yield from self.passes_halves(group, w, step, blocks)
+            return
+
         def waits(j):
             if broken != "pass: no wait":
                 yield k.is_full(j)
@@ -607,6 +647,36 @@ class Block:
             if self.k.side == "distances" and broken != "pass: distances kept":
                 yield self.rings["distances", 0].is_full(j)
                 self.rings["distances", 0].release(j)
+
+    def passes_halves(self, group, w, step, blocks):
+        """Consumer<T, FwdHopper512, ..>::pass. K of the next block is loaded in the place of this
+        block's K, and the other warpgroup may need it in its next turn. V of this block is loaded
+        behind it."""
+        broken, k, v = self.k.broken, self.rings["k"], self.rings["v"]
+        for j in range(step, step + blocks):
+            stages = self.stages_of(j)
+            for at in stages:
+                yield k.is_full(at)
+            if broken == "pass: v awaited before k is released":
+                for at in stages:
+                    yield v.is_full(at)
+            if broken == "pass: k released in turn":
+                yield from self.turn_begin(group)
+            else:
+                yield self.meetings[group].arrive()
+            if w == 0:
+                for at in stages:
+                    k.release(at)
+            if broken != "pass: k released in turn":
+                yield from self.turn_begin(group)
+            self.turn_end(group)
+            for at in stages:
+                yield v.is_full(at)
+            if broken != "pass: released before all warps have waited":
+                yield self.meetings[group].arrive()
+            if w == 0:
+                for at in stages:
+                    v.release(at)
 
     # ---- results ----
     def store_reads(self, me, n):
@@ -701,6 +771,7 @@ KERNELS = {
     "bias, one q": Kernel(side="bias", q_buffers=1),
     "distances": Kernel(side="distances", descriptions=4),
     "distances, one q": Kernel(side="distances", q_buffers=1),
+    "halves": Kernel(q_buffers=1, halves=True, descriptions=4),
     "lifted keys": Kernel(side="lifted", descriptions=4),
     "lifted keys, one q": Kernel(side="lifted", q_buffers=1),
 }
@@ -790,6 +861,16 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     (FREE, "pass: no wait"): f"{OVERWRITTEN}|{OTHER}|{MANY}|{STUCK}",
     (AHEAD, "others' blocks not counted"): f"{STUCK}|{OTHER}|{MANY}",
     (AHEAD, "leaves before its store is read"): "has left",
+    ("halves", "pass: v awaited before k is released"): STUCK,
+    ("halves", "pass: k released in turn"): STUCK,
+    ("halves", "pass: released before all warps have waited"): f"{STUCK}|v {OVERWRITTEN}",
+    ("halves", "second half of k not awaited"): OTHER,
+    ("halves", "first half released early"): f"k {OVERWRITTEN}|{STUCK}",
+    ("halves", "k released before the wait"): f"k {OVERWRITTEN}",
+    ("halves", "v released before the wait"): f"v {OVERWRITTEN}",
+    ("halves", "v not awaited"): f"{OTHER}|{TAIL}",
+    ("halves", "k loaded without empty"): f"k {OVERWRITTEN}|{OTHER}|{STUCK}|{MANY}",
+    ("halves", "v loaded without empty"): f"v {OVERWRITTEN}|{OTHER}|{STUCK}|{MANY}",
     ("mask words", "side counts warpgroups"): f"{MANY}|{OVERWRITTEN}|{OTHER}|{STUCK}",
     ("mask words", "side loaded without empty"): f"{OTHER}|{MANY}|{STUCK}",
     ("mask words", "side not awaited"): OTHER,

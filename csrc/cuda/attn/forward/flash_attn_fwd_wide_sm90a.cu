@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_wide_sm90a: flash_attn_fwd_sm90a for head_dim, of q or of v, from 257 to 512. The
- * equations, the steps and the kernel are those of flash_attn_fwd_sm90a (fwd_kernel.cuh):
+ * equations and the kernel are those of flash_attn_fwd_sm90a (fwd_kernel.cuh), with K and V in
+ * halves (fwd_wide.cuh):
  *
  *  S = Q K^T   P = 2^(score(S) - m)   O[:, c : c + 256] = P V[:, c : c + 256] / sum P   lse
  *
@@ -14,8 +15,7 @@
  *
  * Not handled: dropout, a mask, biases, and results that accumulate, whose old lse the first run
  * would overwrite. flash_attn_fwd_plain and flash_attn_fwd_partial_plain serve those. */
-#include "../wide_tiles.h"
-#include "fwd_kernel.cuh"
+#include "fwd_wide.cuh"
 
 namespace {
 
