@@ -34,6 +34,7 @@ enum {
     WARPS = THREADS / 32,
     BINS = 2048,
     BINS_EACH = BINS / THREADS, /* of a thread in a scan */
+    DRAFTED = 16,               /* drafted tokens in shared memory */
     LISTED = 4096,              /* keys in shared memory */
     MOST_CHUNKS = THREADS
 };
@@ -118,6 +119,7 @@ struct Shared {
     int narrow[WARPS];
     double real[WARPS];
     double presence, frequency, repetition;
+    int64_t drafted[DRAFTED];
     Facts facts;
     Group chosen;
     int listed, in_list; /* the bin whose keys the list has, and their number */
@@ -281,19 +283,32 @@ struct Bound {
     int room;
 };
 
+/* A token of a row with penalties: its logit, its count and its mark. */
+template <class T> struct Counted {
+    T logit;
+    int count;
+    uint8_t mark;
+};
+
+template <class T, bool PENALISED> struct ElementOf {
+    typedef T type;
+};
+template <class T> struct ElementOf<T, true> {
+    typedef Counted<T> type;
+};
+
 template <class T, bool PENALISED> struct Row {
-    /* Elements of a load. A row with penalties also loads counts and marks, and takes one. */
-    static constexpr int VEC = PENALISED ? 1 : sizeof(T) > 4 ? 2 : 4;
+    typedef typename ElementOf<T, PENALISED>::type Element;
+    typedef decltype(wide(T())) Wide;
+    static constexpr int VEC = PENALISED ? 1 : sizeof(T) > 4 ? 2 : 4; /* elements of a load */
     static constexpr int VEC_BYTES = VEC * sizeof(T);
     static constexpr int AHEAD = 4; /* vectors of a thread on their way */
-    typedef decltype(wide(T())) Wide;
 
     const Params &p;
     Shared &s;
     int row;
     const T *logits;
-    /* Token 0 is element `pad` of the 16 bytes that hold it; `vectors` such vectors hold the row.
-     */
+    /* Token 0 is element `pad` of its vector; `vectors` of them hold the row. */
     int pad, vectors;
     int slot;
 
@@ -308,24 +323,44 @@ template <class T, bool PENALISED> struct Row {
                 s.frequency = number_of(p.frequency, row, 0);
                 s.repetition = number_of(p.repetition, row, 1);
             }
+            const int d = threadIdx.x;
+            if (d < DRAFTED && d < p.num_drafted) s.drafted[d] = drafted(d);
             __syncthreads();
         }
     }
 
-    struct alignas(VEC_BYTES) Vec {
+    __device__ __forceinline__ int64_t drafted(int d) const {
+        return integer_of(p.drafted, row * p.drafted.stride + d * p.drafted.last_stride);
+    }
+
+    struct Vec {
+        Element v[VEC];
+    };
+    struct alignas(VEC_BYTES) Loaded {
         T v[VEC];
     };
 
     /* Vector j. Elements outside the row are not read. */
     __device__ __forceinline__ Vec load(int j) const {
         Vec x = {};
-        const T *from = logits - pad + (int64_t)j * VEC;
-        const int first = j * VEC - pad; /* its first token */
         if (j >= vectors) return x;
-        if (first >= 0 && first + VEC <= p.v) return *(const Vec *)from;
+        if constexpr (PENALISED) {
+            x.v[0].logit = logits[j];
+            x.v[0].count = p.counts[slot * p.counts_stride + j];
+            if (p.prompt) x.v[0].mark = p.prompt[slot * p.prompt_stride + j];
+        } else {
+            const T *from = logits - pad + (int64_t)j * VEC;
+            const int first = j * VEC - pad; /* its first token */
+            if (first >= 0 && first + VEC <= p.v) {
+                const Loaded all = *(const Loaded *)from;
 #pragma unroll
-        for (int e = 0; e < VEC; ++e)
-            if (first + e >= 0 && first + e < p.v) x.v[e] = from[e];
+                for (int e = 0; e < VEC; ++e) x.v[e] = all.v[e];
+                return x;
+            }
+#pragma unroll
+            for (int e = 0; e < VEC; ++e)
+                if (first + e >= 0 && first + e < p.v) x.v[e] = from[e];
+        }
         return x;
     }
 
@@ -334,24 +369,34 @@ template <class T, bool PENALISED> struct Row {
         return (unsigned)token < (unsigned)p.v;
     }
 
-    __device__ __forceinline__ Wide logit_of(T raw) const { return wide(raw); }
+    __device__ __forceinline__ Wide logit_of(const Element &raw) const {
+        if constexpr (PENALISED)
+            return wide(raw.logit);
+        else
+            return wide(raw);
+    }
 
-    __device__ __forceinline__ double penalised(T raw, int token) const {
-        int times = p.counts[slot * p.counts_stride + token];
+    __device__ __forceinline__ int times_of(const Element &raw, int token) const {
+        if constexpr (PENALISED) {
+            int times = raw.count;
 #pragma unroll 1
-        for (int d = 0; d < p.num_drafted; ++d)
-            times +=
-                integer_of(p.drafted, row * p.drafted.stride + d * p.drafted.last_stride) == token;
-        const bool in_prompt = p.prompt && p.prompt[slot * p.prompt_stride + token];
-        return gk_sample_penalised((double)wide(raw), times, in_prompt, s.presence, s.frequency,
-                                   s.repetition);
+            for (int d = 0; d < p.num_drafted; ++d)
+                times += (d < DRAFTED ? s.drafted[d] : drafted(d)) == token;
+            return times;
+        } else {
+            return 0;
+        }
     }
 
-    __device__ __forceinline__ double y_of(T raw, int token) const {
-        return PENALISED ? penalised(raw, token) : (double)wide(raw);
+    __device__ __forceinline__ double y_of(const Element &raw, int token) const {
+        if constexpr (PENALISED)
+            return gk_sample_penalised((double)wide(raw.logit), times_of(raw, token), raw.mark != 0,
+                                       s.presence, s.frequency, s.repetition);
+        else
+            return (double)wide(raw);
     }
 
-    __device__ __forceinline__ double x_of(const Facts &f, T raw, int token) const {
+    __device__ __forceinline__ double x_of(const Facts &f, const Element &raw, int token) const {
         return GK_MUL(GK_ADD(y_of(raw, token), -f.largest), f.inverse);
     }
 
@@ -361,18 +406,18 @@ template <class T, bool PENALISED> struct Row {
         float from, to;
     };
     __device__ __forceinline__ Near near_keys(const Facts &f, int64_t low, int64_t high) const {
-        if (PENALISED || sizeof(T) > 4 || !f.in_float) return {-INFINITY, INFINITY};
+        if (sizeof(T) > 4 || !f.in_float) return {-INFINITY, INFINITY};
         /* fmax: the bits of NO_KEY are NaN */
         const double from = fmax(-__longlong_as_double(high), GK_SAMPLE_LEAST);
         return {(float)from - MARGIN, (float)-__longlong_as_double(low) + MARGIN};
     }
-    __device__ __forceinline__ bool is_far(const Facts &f, T raw, const Near &near) const {
-        if constexpr (PENALISED || sizeof(T) > 4) {
-            return false;
-        } else {
-            const float x = (wide(raw) - f.largest32) * f.inverse32;
-            return x < near.from || x > near.to;
-        }
+    __device__ __forceinline__ bool is_far(const Facts &f, const Element &raw, int token,
+                                           const Near &near) const {
+        if constexpr (sizeof(T) > 4) return false;
+        if constexpr (PENALISED)
+            if (raw.mark || times_of(raw, token)) return false;
+        const float x = ((float)logit_of(raw) - f.largest32) * f.inverse32;
+        return x < near.from || x > near.to;
     }
 
     /* Calls f(raw, token, whether it is the row's) for each element of vector j. */
@@ -413,11 +458,11 @@ template <class T, bool PENALISED> struct Row {
         typedef decltype(PENALISED ? double() : Wide()) Y;
         Y top = -(Y)INFINITY, low = (Y)INFINITY;
         int at = INT32_MAX;
-        each([&](T raw, int token, bool is_there) {
+        each([&](const Element &raw, int token, bool is_there) {
             if (!is_there) return;
             Y y;
             if constexpr (PENALISED)
-                y = penalised(raw, token);
+                y = y_of(raw, token);
             else
                 y = wide(raw);
             if (beats(y, token, top, at)) {
@@ -461,9 +506,9 @@ template <class T, bool PENALISED> struct Row {
         clear(s.all);
         const Facts f = s.facts;
         const Near near = near_keys(f, 0, NO_KEY);
-        each([&](T raw, int token, bool is_there) {
+        each([&](const Element &raw, int token, bool is_there) {
             double x = GK_SAMPLE_LEAST - 1;
-            if (is_there && !is_far(f, raw, near)) x = x_of(f, raw, token);
+            if (is_there && !is_far(f, raw, token, near)) x = x_of(f, raw, token);
             bool has = x >= GK_SAMPLE_LEAST;
             int bin = 0;
             int64_t weight = 0;
@@ -486,8 +531,8 @@ template <class T, bool PENALISED> struct Row {
     __device__ __forceinline__ void each_between(int64_t low, int64_t high, F call) const {
         const Facts f = s.facts;
         const Near near = near_keys(f, low, high);
-        each([&](T raw, int token, bool is_there) {
-            if (!is_there || is_far(f, raw, near)) return;
+        each([&](const Element &raw, int token, bool is_there) {
+            if (!is_there || is_far(f, raw, token, near)) return;
             const double x = x_of(f, raw, token);
             if (!(x >= GK_SAMPLE_LEAST)) return;
             const int64_t key = __double_as_longlong(x) & INT64_MAX;
@@ -620,9 +665,9 @@ template <class T, bool PENALISED> struct Row {
     /* ---- 4 and 5: the draw ------------------------------------------------------------------- */
     /* The weight of a token whose key is below the bound's; equal: its key is the bound's. */
     __device__ __forceinline__ int64_t kept(const Facts &f, const Bound &keep, const Near &near,
-                                            T raw, int token, bool &equal) const {
+                                            const Element &raw, int token, bool &equal) const {
         equal = false;
-        if (!there(token) || is_far(f, raw, near)) return 0;
+        if (!there(token) || is_far(f, raw, token, near)) return 0;
         const double x = x_of(f, raw, token);
         if (!(x >= GK_SAMPLE_LEAST)) return 0;
         const int64_t key = __double_as_longlong(x) & INT64_MAX;
@@ -654,7 +699,7 @@ template <class T, bool PENALISED> struct Row {
                 for (int u = 0; u < AHEAD; ++u) x[u] = load(first + 32 * u);
 #pragma unroll
                 for (int u = 0; u < AHEAD; ++u)
-                    each_in(x[u], first + 32 * u, [&](T raw, int token, bool) {
+                    each_in(x[u], first + 32 * u, [&](const Element &raw, int token, bool) {
                         bool equal;
                         sum += kept(f, keep, near, raw, token, equal);
                         equals += equal;
@@ -756,6 +801,9 @@ template <class T, bool PENALISED> struct Row {
             f.inverse32 = (float)f.inverse;
             f.in_float =
                 fabs(largest) < 1e30 && range < 1e30 && f.inverse > 1e-30 && f.inverse < 1e30;
+            if (PENALISED) /* the largest y is rounded; 0 times a penalty is 0 */
+                f.in_float = f.in_float && fabs(largest) * f.inverse < 100 &&
+                             isfinite(s.presence) && isfinite(s.frequency);
             /* range / temperature < 2^k, at most 2^5 of which have a weight */
             const double spread = fmin(range * f.inverse, -GK_SAMPLE_LEAST);
             const int k = max((int)(__double_as_longlong(spread) >> 52) - 1022, -40);
