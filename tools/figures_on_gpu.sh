@@ -32,6 +32,7 @@ gemm_quack 400 bench_gemm.py --quick --budget 1000 --quack default
 train 60 bench_train.py --quick --compile
 rows 150 bench_rows.py --quick --compile
 rows_peers 150 bench_rows.py --quick --compile --peers
+sample 90 bench_sample_tokens.py --quick
 claims 60 ../learn/benchmarks/bench_claims.py
 moe 90 bench_moe.py --quick
 recipes 300 bench_recipes.py --quick

@@ -47,14 +47,19 @@ static double logit_of(const sampled_row *x, int64_t token) {
     return gk_sample_penalised(y, times, in_prompt, x->presence, x->frequency, x->repetition);
 }
 
-/* The key and the weight of a token. True if x >= GK_SAMPLE_LEAST and min_p keeps the token. Other
- * tokens have no weight, and come after these in the order of x. */
-static bool seen(const sampled_row *x, int64_t token, int64_t *key, int64_t *weight) {
-    const double value = (logit_of(x, token) - x->largest) * x->inverse;
-    if (!(value >= GK_SAMPLE_LEAST)) return false;
+/* The key of a token, and its x. False if x < GK_SAMPLE_LEAST. Such a token has no weight, and
+ * comes after the others in the order of x. */
+static bool key_of(const sampled_row *x, int64_t token, int64_t *key, double *value) {
+    *value = (logit_of(x, token) - x->largest) * x->inverse;
+    if (!(*value >= GK_SAMPLE_LEAST)) return false;
+    *key = gk_double_bits(*value) & INT64_MAX;
+    return true;
+}
+
+/* The weight for this x. False if min_p leaves the token out. */
+static bool weigh(const sampled_row *x, double value, int64_t *weight) {
     const double e = gk_sample_exp(value, table);
     *weight = gk_sample_round(e);
-    *key = gk_double_bits(value) & INT64_MAX;
     return e >= x->least;
 }
 
@@ -83,7 +88,10 @@ static bound bound_of(const sampled_row *x, int64_t most, double share) {
         memset(weight, 0, sizeof weight);
         for (int64_t t = 0; t < x->v; ++t) {
             int64_t k, w;
-            if (!seen(x, t, &k, &w) || (low + bits < 63 && k >> (low + bits) != key)) continue;
+            double value;
+            if (!key_of(x, t, &k, &value) || (low + bits < 63 && k >> (low + bits) != key))
+                continue;
+            if (!weigh(x, value, &w)) continue;
             const int64_t digit = k >> low & ((1 << bits) - 1);
             ++count[digit];
             weight[digit] += w;
@@ -134,16 +142,19 @@ static int64_t token_of(sampled_row *x, int64_t row) {
     if (top_k > 0 && top_k < x->v) keep = bound_of(x, top_k, INFINITY);
     if (top_p < 1) {
         int64_t total = keep.total, key, w;
+        double value;
         if (keep.last == INT64_MAX)
             for (int64_t t = 0; t < x->v; ++t)
-                if (seen(x, t, &key, &w)) total += w;
+                if (key_of(x, t, &key, &value) && weigh(x, value, &w)) total += w;
         keep = bound_of(x, keep.last == INT64_MAX ? INT64_MAX : top_k, top_p * (double)total);
     }
     int64_t total = 0, place = 0;
     for (int draws = 0; draws < 2; ++draws) {
         int64_t upto = 0, room = keep.room, key, w;
+        double value;
         for (int64_t t = 0; t < x->v; ++t) {
-            if (!seen(x, t, &key, &w) || key > keep.last) continue;
+            if (!key_of(x, t, &key, &value) || key > keep.last) continue;
+            if (!weigh(x, value, &w)) continue;
             if (key == keep.last && room-- <= 0) continue;
             upto += w;
             if (draws && upto > place) return t;
