@@ -40,8 +40,9 @@ class Counts:
     def slot(self, request: Request) -> int:
         return self.known[request][0]
 
-    def count(self, wanted: Sequence[Request]) -> None:
-        """Counts the tokens that these requests have got since the last call."""
+    def count(self, wanted: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Counts the tokens that these requests have got since the last call. Returns int32 counts
+        of the answers and bool marks of the prompts, each [slots, vocab]."""
         if self.answer is None or self.prompt is None:
             self.answer = torch.zeros(self.slots, self.vocab, dtype=torch.int32, device=self.device)
             self.prompt = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.device)
@@ -65,6 +66,7 @@ class Counts:
             at = self.places(in_answer)
             ones = torch.ones_like(at, dtype=torch.int32)
             self.answer.view(-1).scatter_add_(0, at, ones)
+        return self.answer, self.prompt
 
     def places(self, values: list[int]) -> Tensor:
         return on_device(values, torch.int64, self.device)

@@ -69,13 +69,15 @@ class Sampler:
         }
         ints = {"top_k": [min(max(r.top_k, 0), self.vocab) for r in requests]}
         drafts: list[list[int]] = []
+        tables: dict[str, Tensor] = {}
         penalised = [place for place in places if place.request.penalised]
         if penalised:
             floats |= {
                 name: [getattr(r, name) for r in requests]
                 for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
             }
-            self.counts.count([place.request for place in penalised])
+            answer, prompt = self.counts.count([place.request for place in penalised])
+            tables = {"counts": answer, "prompt": prompt}
             ints["slots"] = [self.counts.slot(r) if r.penalised else -1 for r in requests]
             most = max(len(place.drafted) for place in penalised)
             drafts = [
@@ -87,11 +89,8 @@ class Sampler:
             torch.tensor([*ints.values(), *drafts], dtype=torch.int64).view(torch.float64),
         ]
         table = moved(torch.cat(rows), self.device)
-        given = dict(zip(floats, table))
         whole = table[len(floats) :].view(torch.int64)
-        given |= dict(zip(ints, whole))
-        if penalised:
-            given |= {"counts": self.counts.answer, "prompt": self.counts.prompt}
+        given = tables | dict(zip(floats, table)) | dict(zip(ints, whole))
         if drafts:
             given["drafted"] = whole[len(ints) :].T
         return given
