@@ -319,6 +319,28 @@ def test_every_number_gets_its_share(device):
             assert abs((out == token).sum().item() - steps * p[token].item()) <= 1
 
 
+def test_weights_are_exact(device):
+    """Rows of two logits, x and 0: the numbers just below and just above the end of the first one's
+    share. An error of one unit of 2^-43 in the weight changes the token."""
+    gen = generator("exact")
+    edges = torch.linspace(-31, 0, 4097, dtype=torch.float64)
+    # Near 0 a weight has the most digits. One fused multiply-add in the series changes one weight in
+    # some 450,000 there (measured).
+    x = torch.cat((-31 * uniform(gen, 20_000), -0.7 * uniform(gen, 4_000_000), edges))
+    weights = sampling.scaled_exp(x).round()
+    x, weights = x[weights > 0], weights[weights > 0]
+    logits = torch.stack((x, torch.zeros_like(x)), 1).to(device)
+    one = torch.ones_like(x, device=device)
+    for half, want in ((-0.5, 0), (0.5, 1)):
+        number = (weights + half) / (weights + 2.0**43)
+        out = gk.sample_tokens(logits, one, number.to(device))
+        assert (out == want).all()
+        counts = torch.zeros(1, 2, dtype=torch.int32, device=device)
+        slots = torch.zeros(len(x), dtype=torch.int64, device=device)
+        out = gk.sample_tokens(logits, one, number.to(device), counts=counts, slots=slots)
+        assert (out == want).all()
+
+
 def test_exact_edges(device):
     """A number at the end of a share: the weight of four equal logits is 2^43 each."""
     logits = torch.zeros(5, 4, device=device)
