@@ -257,6 +257,25 @@ static void check_paged_case(paged_case *x) {
                      "1 and %d workers differ", CHECK_WORKERS);
         check_free(mark);
     }
+
+    /* 4. a mask over new tokens that says what the call without it sees */
+    const int64_t mask_shape[2] = {tokens, longest_q + check_below(3)};
+    check_tensor mask = check_tensor_make(GK_U8, 2, mask_shape, NULL, 1 + check_below(2), 1),
+                 out = check_dense(x->dtype, 3, out_shape),
+                 got_lse = check_dense(stats, 2, out_shape);
+    for (int64_t b = 0, token = 0; b < x->batch; ++b)
+        for (int64_t i = 0; i < x->seq_q[b]; ++i, ++token)
+            for (int64_t j = 0; j < mask_shape[1]; ++j)
+                check_set(&mask.t, token * mask_shape[1] + j, x->not_causal || j <= i);
+    gk_paged_attn_masked_args masked = {.fwd = args, .attn_mask = &mask.t};
+    masked.fwd.size = sizeof masked;
+    masked.fwd.rules.is_causal = 0;
+    masked.fwd.out = out.t;
+    masked.fwd.lse = got_lse.t;
+    check_isa = "masked";
+    run_paged(check_isa_names[0], CHECK_WORKERS, &masked.fwd);
+    check_close("out", &out.t, &exact.t, &size.t, loss);
+    check_close("lse", &got_lse.t, &lse.t, &lse_size.t, lse_loss);
     check_free(0);
 }
 
