@@ -91,6 +91,7 @@ def case(group: str, rows: int, vocab: int, device: torch.device) -> Case:
         reference=None,
         limits={"maximum of each row": lambda x: x.amax(-1)},
         optional=("FlashInfer",),
+        live=("eager",),  # it copies a table from the host
         flops=20.0 * values,
         bytes=(9.0 if group == "penalties" else 4.0) * values,
         unit="GB/s",

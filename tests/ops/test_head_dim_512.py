@@ -236,10 +236,12 @@ def test_packed(dtype, device):
             outs.append(torch_gpukern.flash_attn(*x, is_causal=True)[0].transpose(0, 1))
         return torch.cat(outs)
 
-    got, wanted = (with_gradients(f, (q, k, v), grad_out) for f in (packed, apart))
+    got = with_gradients(packed, (q, k, v), grad_out)
+    yard = yard_dtype(dtype)
+    wanted = with_gradients(apart, [x.to(yard) for x in (q, k, v)], grad_out.to(yard))
     exact = with_gradients(apart, f64(to("cpu", (q, k, v))), f64(grad_out.cpu()))
     for x, y, ref in zip(got, wanted, exact, strict=True):
-        assert_close_as([y.to(yard_dtype(dtype))], x, ref.detach())
+        assert_close_as([y], x, ref.detach())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

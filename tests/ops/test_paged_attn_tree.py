@@ -637,7 +637,7 @@ def launches(call):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    return [e.name for e in profile.events() if e.device_type is torch.autograd.DeviceType.CUDA]
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 @pytest.mark.gpu

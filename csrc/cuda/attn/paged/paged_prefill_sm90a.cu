@@ -192,8 +192,10 @@ const gk_cuda_instance instances[] = {ROWS("bf16_d64", GK_BF16, __nv_bfloat16, F
 /* Serves calls with many tokens a sequence; packed calls count on average. */
 bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    const int64_t batch = a->seq_lens.shape[0];
-    if (paged_seq_q(a) < PREFILL_TOKENS || a->q.shape[0] < batch * PREFILL_TOKENS) return false;
+    const int64_t batch = a->seq_lens.shape[0], tokens = paged_seq_q(a),
+                  group = a->k_cache.shape[2] ? a->q.shape[1] / a->k_cache.shape[2] : 1;
+    const bool many = tokens >= PREFILL_TOKENS && a->q.shape[0] >= batch * PREFILL_TOKENS;
+    if (!many && (a->cu_seqlens_q || tokens * group < PREFILL_ROWS)) return false;
     for (const gk_cuda_instance &row : instances) {
         if (row.dtype != a->q.dtype || !row.plan(&row, ctx, args, to)) continue;
         to->kernel = &row;

@@ -8,6 +8,10 @@
  * serves. Up to 16 tokens fill the one mma that paged_attn_sm90a issues for them. */
 constexpr int PREFILL_TOKENS = 17;
 
+/* So does a call of equally many tokens a sequence from this many rows of a kv head on (tokens times
+ * heads of a group). paged_attn_sm90a reads the keys once for every 16 rows, prefill once for 128. */
+constexpr int PREFILL_ROWS = 32;
+
 /* paged_attn_sm90a. Its three forms (list, clusters, tiles) are described in its own file. */
 struct paged_hopper {
     /* Ring bytes of a warp of the list: 2 stages, so that 128 KiB are in flight on an SM. 3 stages
