@@ -215,10 +215,11 @@ __device__ __forceinline__ void plain_gradients(const Run<T, V> &x, float scale,
             if (k == (int)target) d.v[k] = from_acc<D>(weight(k) - own);
 }
 
-/* Neighbouring blocks take the parts of a row, THREADS x AHEAD runs each, so that those which run
- * at a time read memory that lies together; then the grid strides over the rows. T is the logits'
- * type, D the gradient's. A thread loads all its logits before it stores, because dlogits may be
- * the logits' own memory. PLAIN: results of 16 bits, without soft cap and label smoothing. */
+/* The grid strides over the rows. A row's blocks, which are neighbours, take its chunks of THREADS
+ * x AHEAD runs in turn. What a block does before its first chunk is as many instructions as a
+ * chunk, so a row has more than one block only if the rows are few. T is the logits' type, D the
+ * gradient's. A thread loads all its logits of a chunk before it stores, because dlogits may be the
+ * logits' own memory. PLAIN: results of 16 bits, without soft cap and label smoothing. */
 template <class T, class D, int V, bool PLAIN>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 4)
     cross_entropy_bwd_kernel(Params p) {
@@ -228,9 +229,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 4)
     const W e = W(p.smoothing) / W(p.classes);
     const W weights = p.smoothing != 0 ? all_weights<W>(p, place) : W(0);
     constexpr int MANY = AHEAD<T, V>;
-    const unsigned block = blockIdx.x / p.parts;
-    const int64_t first = (int64_t)(blockIdx.x - block * p.parts) * (THREADS * MANY) + threadIdx.x,
-                  end = p.n / V;
+    const unsigned block = blockIdx.x / p.parts, part = blockIdx.x - block * p.parts;
+    const int64_t end = p.n / V;
     for (int64_t row = block; row < p.rows; row += gridDim.x / p.parts) {
         int64_t target;
         bool bad;
@@ -242,25 +242,28 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 4)
         const W own =
             bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
         const W of_p = own + e * weights + 2 * W(p.z_loss) * lse, by = g * logit.scale;
-        Run<T, V> in[MANY];
+        for (int64_t first = (int64_t)part * (THREADS * MANY) + threadIdx.x; first < end;
+             first += (int64_t)p.parts * (THREADS * MANY)) {
+            Run<T, V> in[MANY];
 #pragma unroll
-        for (int u = 0; u < MANY; ++u)
-            if (counts && first + u * THREADS < end) in[u] = x[first + u * THREADS];
+            for (int u = 0; u < MANY; ++u)
+                if (counts && first + u * THREADS < end) in[u] = x[first + u * THREADS];
 #pragma unroll
-        for (int u = 0; u < MANY; ++u) {
-            const int64_t i = first + u * THREADS;
-            if (i >= end) continue;
-            RowSome<D, V> d;
+            for (int u = 0; u < MANY; ++u) {
+                const int64_t i = first + u * THREADS, at = p.first + i * V;
+                if (i >= end) continue;
+                RowSome<D, V> d;
 #pragma unroll
-            for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(0);
-            const int64_t at = p.first + i * V;
-            if constexpr (PLAIN) {
-                if (counts)
-                    plain_gradients(in[u], logit.scale, lse, by * of_p, by * own, target - at, d);
-            } else if (counts) {
-                gradients<T, D, V>(p, logit, in[u], lse, of_p, own, e, g, at, target, d);
+                for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(0);
+                if constexpr (PLAIN) {
+                    if (counts)
+                        plain_gradients(in[u], logit.scale, lse, by * of_p, by * own, target - at,
+                                        d);
+                } else if (counts) {
+                    gradients<T, D, V>(p, logit, in[u], lse, of_p, own, e, g, at, target, d);
+                }
+                store_some(dx + i * V, d);
             }
-            store_some(dx + i * V, d);
         }
     }
 }
@@ -289,9 +292,11 @@ Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a, const gk
 template <class T, class D, int V, bool PLAIN>
 gk_status bwd_launch(const gk_context *ctx, Params p, const gk_tensor &dlogits, const char *op) {
     p.dlogits = row_tensor(dlogits);
-    p.parts = (unsigned)gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>);
-    /* a grid has fewer than 2^31 blocks */
-    const int64_t rows = gk_clamp_i64(p.rows, 0, gk_max_i64(1, INT32_MAX / p.parts));
+    /* eight blocks an SM, of which four run at a time */
+    const int64_t chunks = gk_ceil_div(p.n / V, THREADS * AHEAD<T, V>), rows = row_blocks(p.rows),
+                  wanted = gk_gpu_of(ctx->index)->num_sms * 8;
+    p.parts =
+        (unsigned)gk_clamp_i64(gk_ceil_div(wanted, gk_max_i64(rows, 1)), 1, gk_max_i64(chunks, 1));
     const dim3 grid((unsigned)rows * p.parts);
     return launch<cross_entropy_bwd_kernel<T, D, V, PLAIN>>(op, ctx, grid, THREADS, 0, p);
 }
