@@ -203,16 +203,15 @@ template <class T, class D, int V>
 __device__ __forceinline__ void plain_gradients(const Run<T, V> &x, float scale, float lse,
                                                 float of_p, float own, int64_t target,
                                                 RowSome<D, V> &d) {
-    const auto weight = [&](int k) {
-        const float z = __fmul_rn(scale, to_acc(x.v[k]));
-        return ex2_approx_ftz((z - lse) * LOG2_E) * of_p;
-    };
+    float y[V];
 #pragma unroll
-    for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(weight(k));
+    for (int k = 0; k < V; ++k)
+        y[k] = ex2_approx_ftz((__fmul_rn(scale, to_acc(x.v[k])) - lse) * LOG2_E) * of_p;
     if (target >= 0 && target < V)
 #pragma unroll
-        for (int k = 0; k < V; ++k)
-            if (k == (int)target) d.v[k] = from_acc<D>(weight(k) - own);
+        for (int k = 0; k < V; ++k) y[k] -= k == (int)target ? own : 0;
+#pragma unroll
+    for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(y[k]);
 }
 
 /* The grid strides over the rows. A row's blocks, which are neighbours, take its chunks of THREADS

@@ -102,12 +102,13 @@ __device__ __forceinline__ void norm_stats(Group &group, const RowVec<T> (&h)[Gr
     rstd = norm_rstd(s[0] / W(n) + eps);
 }
 
-/* With 512 threads of 4 vectors, registers are limited so that an SM holds two blocks: one loads
- * while the other stores. */
-template <class T, int LANES, int ITEMS, int CLUSTER, class Begins>
+/* PLAIN: flat, without residual, and weight and bias have x's dtype. With 512 threads of 4 vectors,
+ * registers are limited so that an SM holds two blocks: one loads while the other stores. */
+template <class T, int LANES, int ITEMS, int CLUSTER, class Begins, bool PLAIN>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
-                                  LANES == 512 && ITEMS == 4 ? 2 : 1)
-    norm_fwd_kernel(NormParams p) {
+                                  PLAIN                        ? ROW_SM_THREADS / LANES
+                                  : LANES == 512 && ITEMS == 4 ? 2
+                                                               : 1) norm_fwd_kernel(NormParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     /* Loads under way together. A small M waits for latencies, a large one needs the registers. */
@@ -127,8 +128,8 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     const bool is_row = row < p.rows; /* lanes without a row take part in the reductions */
     const int n = (int)p.n;
     RowVec<T> h[ITEMS];
-    group.load(h, is_row ? row_at<T>(p.x, row) : nullptr, n, is_row);
-    if (p.residual.data && is_row) {
+    group.load(h, is_row ? row_in<T, PLAIN>(p.x, row) : nullptr, n, is_row);
+    if (!PLAIN && p.residual.data && is_row) {
         const T *residual = row_at<T>(p.residual, row);
         T *sum = row_at<T>(p.sum, row);
 #pragma unroll
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
         }
     }
     RowVec<T> weight[ITEMS];
-    const bool has_weight = AT_ONCE > 1 && p.weight && !p.weight_wide && is_row;
+    const bool has_weight = !PLAIN && AT_ONCE > 1 && p.weight && !p.weight_wide && is_row;
     if (has_weight)
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     W mean, rstd;
     norm_stats(group, h, n, p.layer, W(p.eps), mean, rstd);
     if (!is_row) return;
-    T *out = row_at<T>(p.out, row);
+    T *out = row_in<T, PLAIN>(p.out, row);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int at = group.column(i);
@@ -169,12 +170,12 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
 #pragma unroll
             for (int v = 0; v < Group::VEC; ++v) y[v] *= weight[i].get(v) + W(p.weight_offset);
         } else if (p.weight) {
-            const NormVec<T> w(p.weight, p.weight_wide, at, W(p.weight_offset));
+            const NormVec<T> w(p.weight, !PLAIN && p.weight_wide, at, W(p.weight_offset));
 #pragma unroll
             for (int v = 0; v < Group::VEC; ++v) y[v] *= w.v[v];
         }
         if (p.bias) {
-            const NormVec<T> b(p.bias, p.bias_wide, at, W(0));
+            const NormVec<T> b(p.bias, !PLAIN && p.bias_wide, at, W(0));
 #pragma unroll
             for (int v = 0; v < Group::VEC; ++v) y[v] += b.v[v];
         }
@@ -466,10 +467,15 @@ inline bool norm_fwd_plan(const gk_cuda_instance *row, const gk_context *, const
 
 template <class T, int LANES, int ITEMS, int CLUSTER, class Begins = BeginsAlone>
 gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
-    return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER, Begins>>(
-        "gk_norm_fwd", ctx, dim3((unsigned)plan->tasks * CLUSTER), Group::THREADS, 0,
-        norm_params((const gk_norm_args *)args), Begins::overlaps, CLUSTER);
+    constexpr int THREADS = RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS;
+    const NormParams p = norm_params((const gk_norm_args *)args);
+    const dim3 grid((unsigned)plan->tasks * CLUSTER);
+    if constexpr (ROW_FITS_32<T, LANES, ITEMS, CLUSTER> && !Begins::overlaps)
+        if (p.x.ndim == 1 && p.out.ndim == 1 && !p.residual.data && !p.weight_wide && !p.bias_wide)
+            return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER, Begins, true>>(
+                "gk_norm_fwd", ctx, grid, THREADS, 0, p);
+    return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER, Begins, false>>(
+        "gk_norm_fwd", ctx, grid, THREADS, 0, p, Begins::overlaps, CLUSTER);
 }
 
 template <class T, int LANES, int ITEMS, int CLUSTER>

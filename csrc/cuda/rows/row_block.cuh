@@ -84,6 +84,12 @@ template <class T> __device__ __forceinline__ T *row_at(const RowTensor &t, int6
     return (T *)t.data + offset + row * t.stride[0];
 }
 
+/* FLAT: the leading dimensions were merged into one. This takes fewer registers. */
+template <class T, bool FLAT>
+__device__ __forceinline__ T *row_in(const RowTensor &t, int64_t row) {
+    return FLAT ? (T *)t.data + row * t.stride[0] : row_at<T>(t, row);
+}
+
 /* ---- a thread's share of a row --------------------------------------------------------------- */
 template <class T> constexpr int row_vec = 16 / sizeof(T);
 
@@ -287,6 +293,11 @@ template <class W> __device__ __forceinline__ W block_max(W x, W *place) {
  * has no register kernels: its arithmetic, not memory, bounds it on most GPUs. */
 #define GK_ROW_SHAPES(X) \
     X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4) X(1024, 4)
+
+/* Shapes whose flat form needs only 32 registers a thread, so that an SM is full of threads. */
+template <class T, int LANES, int ITEMS, int CLUSTER>
+constexpr bool ROW_FITS_32 = sizeof(T) == 2 && LANES >= 128 && ITEMS == 2 && CLUSTER == 1;
+constexpr int ROW_SM_THREADS = 2048;
 
 /* An instance's key: [0] the columns that a group holds, [1] the rows of a block, [2] the blocks of
  * a cluster, [3] the columns up to which one block serves instead of a cluster. */

@@ -43,10 +43,12 @@ __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t ro
 }
 
 /* ---- 1. forward ------------------------------------------------------------------------------ */
-/* RAGGED: rows have lengths, so that each column is compared with one. */
-template <class T, int LANES, int ITEMS, int CLUSTER, bool RAGGED>
+/* RAGGED: rows have lengths, so that each column is compared with one. FLAT: see row_in. */
+template <class T, int LANES, int ITEMS, int CLUSTER, bool RAGGED, bool FLAT>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
-                                  LANES == 512 && ITEMS == 4 && CLUSTER == 1 ? 2 : 1)
+                                  FLAT ? ROW_SM_THREADS / LANES
+                                  : LANES == 512 && ITEMS == 4 && CLUSTER == 1 ? 2
+                                                                               : 1)
     softmax_fwd_kernel(SoftmaxParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     const auto seen = [&](int i, int v) { return (RAGGED ? v : 0) < length - group.column(i); };
     const W scale = W(p.scale);
     RowVec<T> x[ITEMS];
-    group.load(x, is_row ? row_at<T>(p.x, row) : nullptr, length, is_row);
+    group.load(x, is_row ? row_in<T, FLAT>(p.x, row) : nullptr, length, is_row);
     /* values of 32 and 64 bits are replaced where they are */
     constexpr bool IN_PLACE = sizeof(T) == sizeof(W);
     W wide[IN_PLACE ? 1 : ITEMS][VEC], peak[1] = {-INFINITY}, sum[1] = {0};
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     group.sum(sum);
     if (!is_row) return;
     const W by = p.log ? W(1) : 1 / sum[0], less = p.log ? W(log(sum[0])) : W(0);
-    T *out = row_at<T>(p.out, row);
+    T *out = row_in<T, FLAT>(p.out, row);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (group.column(i) >= n) continue;
@@ -186,11 +188,18 @@ gk_status softmax_fwd_run(const gk_context *ctx, const void *args, const gk_plan
     const SoftmaxParams p = softmax_params((const gk_softmax_args *)args);
     const dim3 grid((unsigned)plan->tasks * CLUSTER);
     constexpr int THREADS = RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS;
-    return p.lengths.data ? launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, true>>(
-                                "gk_softmax_fwd", ctx, grid, THREADS, 0, p, false, CLUSTER)
-                          : launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, false>>(
-                                "gk_softmax_fwd", ctx, grid, THREADS, 0, p, false, CLUSTER);
+    const char *op = "gk_softmax_fwd";
+    if (p.lengths.data)
+        return launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, true, false>>(
+            op, ctx, grid, THREADS, 0, p, false, CLUSTER);
+    if constexpr (ROW_FITS_32<T, LANES, ITEMS, CLUSTER>)
+        if (p.x.ndim == 1 && p.out.ndim == 1)
+            return launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, false, true>>(op, ctx, grid,
+                                                                                     THREADS, 0, p);
+    return launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER, false, false>>(
+        op, ctx, grid, THREADS, 0, p, false, CLUSTER);
 }
+
 template <class T, int LANES, int ITEMS, int CLUSTER>
 gk_status softmax_bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     return launch<softmax_bwd_kernel<T, LANES, ITEMS, CLUSTER>>(
