@@ -15,8 +15,9 @@
 
 enum {
     REF_ROWS = 4, /* query rows that share each loaded key */
-    /* the argument checks refuse a larger head_dim or Dv */
-    REF_MAX_HEAD_DIM = GK_CACHE_HEAD_DIM,
+    /* The argument checks refuse a larger head_dim or Dv. Twice as large, because check_cuda.c
+     * calls the reference with twice the columns to get the sizes of sums. */
+    REF_MAX_HEAD_DIM = 2 * GK_CACHE_HEAD_DIM,
     REF_TOKENS = 16 /* tokens of one task */
 };
 

@@ -351,10 +351,6 @@ struct paged_tree_plan {
     /* columns of V of a warp: 64 accumulators. Wider heads compute Q K^T once for each part */
     static constexpr int part_columns = 128;
     static constexpr int narrow_dim = 256; /* the largest head_dim of narrow instances */
-    /* From this many rows of a kv head on, paged_prefill_sm90a serves the old keys. 64 x 4096 keys
-     * of 8 heads take paged_attn_sm90a 286 us at 16 rows, 517 at 32 and 983 at 64 (an H200);
-     * prefill takes 450 at 256. */
-    static constexpr int prefill_rows = 32;
 };
 
 struct kv_write_tile {

@@ -277,14 +277,6 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
     for (int n = 0; n < ((const volatile BwdWork &)w).tiles; ++n) {
         next_step<Tile>(x, w, at);
         ring.wait_empty(n);
-        if (laneid() == 0) { /* in flight while the words are computed */
-            const smem_addr to_s = x.again ? raw_s : ring.full(n);
-            load_panels<typename S::Q>(smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes, &x.q,
-                                       at[BwdPlace::ROW], at[BwdPlace::HEAD], w.b, to_s);
-            load_panels<typename S::O>(smem_s + S::O_AT + ring.stage(n) * S::O::bytes, &x.grad_out,
-                                       at[BwdPlace::ROW], at[BwdPlace::HEAD], w.b, to_s);
-        }
-        __syncwarp();
         if (at[BwdPlace::KIND] == GK_BLOCK_MADE) {
             smem_addr words_s = smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES;
             opaque(words_s); /* or it would stay in a register until the bulk copy below */
@@ -294,6 +286,10 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
         if (laneid() == 0) {
             const smem_addr to_s = x.again ? raw_s : ring.full(n);
             const int i0 = at[BwdPlace::ROW], kind = at[BwdPlace::KIND];
+            load_panels<typename S::Q>(smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes, &x.q, i0,
+                                       at[BwdPlace::HEAD], w.b, to_s);
+            load_panels<typename S::O>(smem_s + S::O_AT + ring.stage(n) * S::O::bytes, &x.grad_out,
+                                       i0, at[BwdPlace::HEAD], w.b, to_s);
             const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / BQ;
             const unsigned edge = kind == GK_BLOCK_FULL ? 0 : 2 + i0 % GK_MASK_TILE / 4;
             st_shared_128(

@@ -3,9 +3,8 @@
  * has three steps, each a launch or, for step 2, the launches of another kernel:
  *
  *  1. begin   lengths [B] without the new tokens, and the first key that all rows of a sequence see
- *  2. attend  out, lse' = paged_attn over those old keys, not causal, by paged_prefill_sm90a if a
- *             kv head has many rows, otherwise by the first kernel of the op that serves the call;
- *             sinks count here
+ *  2. attend  out, lse' = paged_attn over those old keys, not causal, by the first kernel of the op
+ *             that serves the call; sinks count here
  *  3. tree    each row over the new tokens that its mask shows and over the old keys that step 2
  *             leaves out (paged_tree.cuh), merged with out and lse'
  *
@@ -29,8 +28,6 @@
 #include "../../tile/fragment.cuh"
 #include "../tiles.h"
 #include "paged_tree.cuh"
-
-extern "C" const gk_cuda_table gk_paged_prefill_sm90a_table;
 
 namespace {
 
@@ -493,20 +490,7 @@ struct Inner {
         return at;
     }
 
-    /* A prefill tile packs the heads of a group, so it reads the keys once for all rows of a kv
-     * head. The decode kernel would read them once for every 16 rows. */
     bool plan(const gk_context *ctx, gk_plan *to) const {
-        const int64_t heads_kv = args.k_cache.shape[2],
-                      group = heads_kv ? args.q.shape[1] / heads_kv : 0;
-        const gk_cuda_table &prefill = gk_paged_prefill_sm90a_table;
-        const bool many = !args.cu_seqlens_q && !(args.flags & GK_PAGED_BATCH_INVARIANT) &&
-                          paged_seq_q(&args) * group >= paged_tree_plan::prefill_rows;
-        for (int i = 0; many && i < prefill.num_instances; ++i) {
-            const gk_cuda_instance *row = prefill.instances + i;
-            if (gk_gpu_of(ctx->index)->arch == prefill.arch && row->dtype == args.q.dtype &&
-                row->plan(row, ctx, &args, gk_plan_begin(to, row)))
-                return true;
-        }
         return gk_dispatch_plan_default(ctx, GK_OP_PAGED_ATTN, args.q.dtype, &args, to) == GK_OK;
     }
 };
