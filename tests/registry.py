@@ -635,7 +635,7 @@ VALUE_ERRORS = [
     (
         "sample_tokens",
         sampled(logits=t(3, 0)),
-        "logits must have between 1 and 2^20 columns, got 0",
+        "logits must have between 1 and 2^20 - 1 columns, got 0",
     ),
     ("sample_tokens", sampled(temperature=t(4)), "temperature must have shape [3], got [4]"),
     (

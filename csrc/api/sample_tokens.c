@@ -4,9 +4,8 @@
 #include "../core/dispatch.h"
 #include "gpukern_sample.h"
 
-/* The weights of 2^20 tokens are the most whose sum an int64 holds (csrc/formats/sample_weight.h).
- */
-#define MOST_TOKENS (INT64_C(1) << 20)
+/* An int64 holds the sum of so many weights of 2^43 (csrc/formats/sample_weight.h). */
+#define MOST_TOKENS ((INT64_C(1) << 20) - 1)
 
 /* A vector [R] of float64 or float32. t may be NULL. */
 static gk_status take_numbers(gk_io *io, const char *name, const gk_tensor *t, int64_t rows) {
@@ -57,7 +56,7 @@ gk_status gk_check_sample_tokens(const gk_context *ctx, const gk_sample_tokens_a
     GK_TRY(gk_check_dims("logits", logits, 2, "[R, V]"));
     const int64_t rows = logits->shape[0], vocab = logits->shape[1];
     GK_REQUIRE(vocab >= 1 && vocab <= MOST_TOKENS,
-               "logits must have between 1 and 2^20 columns, got %lld", (long long)vocab);
+               "logits must have between 1 and 2^20 - 1 columns, got %lld", (long long)vocab);
     GK_TRY(take_numbers(io, "temperature", &a->temperature, rows));
     GK_TRY(take_numbers(io, "number", &a->number, rows));
     if (a->top_k) {

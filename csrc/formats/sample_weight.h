@@ -41,7 +41,7 @@ static inline double gk_bits_double(int64_t i) {
 #define GK_FROM_BITS(i) gk_bits_double(i)
 #endif
 
-/* The weight of e^0 is 2^43: 2^20 such weights have a sum below 2^63. */
+/* The weight of e^0 is 2^43: fewer than 2^20 such weights have a sum below 2^63. */
 #define GK_SAMPLE_ONE 0x1p43
 /* Below this x a weight is 0: e^-31 2^43 = 0.303. */
 #define GK_SAMPLE_LEAST (-31.0)

@@ -34,7 +34,7 @@ extern "C" {
  * Vectors have the dtype GK_F64 or GK_F32. NULL: off. */
 typedef struct gk_sample_tokens_args {
     size_t size;
-    gk_tensor logits;         /* [R, V], V >= 1 */
+    gk_tensor logits;         /* [R, V], 1 <= V < 2^20 */
     gk_tensor temperature;    /* [R] */
     gk_tensor number;         /* [R] uniform in [0, 1) */
     const gk_tensor *top_k;   /* [R] int64 or int32; below 1, or V and more: off */

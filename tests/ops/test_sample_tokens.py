@@ -355,6 +355,18 @@ def test_exact_edges(device):
     assert Fraction(number[4].item()) < 1
 
 
+def test_the_longest_rows(device):
+    """The sum of 2^20 - 1 weights of 2^43 is below 2^63. One more column is refused."""
+    n = 2**20 - 1
+    one = torch.ones(1, dtype=torch.float64, device=device)
+    logits = torch.zeros(1, n, device=device)
+    assert gk.sample_tokens(logits, one, 0.75 * one).item() == 3 * n // 4
+    half = gk.sample_tokens(logits, one, 0.75 * one, top_p=0.5 * one)
+    assert half.item() == 3 * 2**19 // 4
+    with pytest.raises(ValueError, match="columns, got 1048576"):
+        gk.sample_tokens(torch.zeros(1, n + 1, device=device), one, one)
+
+
 def test_no_rows(device):
     empty = torch.empty(0, dtype=torch.float64, device=device)
     assert gk.sample_tokens(torch.empty(0, 5, device=device), empty, empty).shape == (0,)

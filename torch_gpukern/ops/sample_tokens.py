@@ -47,8 +47,8 @@ def sample_tokens(
     2^-44 as likely as the likeliest is never drawn.
 
     Args:
-        logits: [R, V] float32, bfloat16, float16 or float64, V from 1 to 2^20. Rows may have any
-            stride. If the last dimension is not contiguous, logits is copied first.
+        logits: [R, V] float32, bfloat16, float16 or float64, V from 1 to 2^20 - 1. Rows may have
+            any stride. If the last dimension is not contiguous, logits is copied first.
         temperature: [R] float64 or float32. A row that is not above 0 gets the token with the
             largest logit, the lowest one of equals.
         number: [R] float64 or float32, uniform in [0, 1).

@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["sample_tokens"]
 
-ONE = 2.0**43  # the weight of the likeliest token: 2^20 tokens of this weight have a sum below 2^63
+ONE = 2.0**43  # the weight of the likeliest token: fewer than 2^20 of them have a sum below 2^63
 LEAST = -31.0  # below it a weight is 0
 
 

@@ -215,7 +215,7 @@ __device__ __forceinline__ void plain_gradients(const Run<T, V> &x, float scale,
 }
 
 /* The grid strides over the rows. A row's blocks, which are neighbours, take its chunks of THREADS
- * x AHEAD runs in turn. What a block does before its first chunk is as many instructions as a
+ * x AHEAD runs in turn. A block executes as many instructions before its first chunk as for a
  * chunk, so a row has more than one block only if the rows are few. T is the logits' type, D the
  * gradient's. A thread loads all its logits of a chunk before it stores, because dlogits may be the
  * logits' own memory. PLAIN: results of 16 bits, without soft cap and label smoothing. */

@@ -70,8 +70,8 @@ __device__ __forceinline__ void glu_values(gk_activation activation, const RowSo
     }
 }
 
-/* A thread loads so many vectors before it computes. A small call needs its vectors in as many
- * threads as there are. */
+/* Vectors that a thread loads before it computes. A small call needs as many threads as possible,
+ * so its kernel, which overlaps the previous one, takes one vector. */
 template <class T, int V, class Begins>
 constexpr int glu_many = V == 1 || sizeof(T) == 8 || Begins::overlaps ? 1 : 2;
 

@@ -241,8 +241,8 @@ template <class T, int V> struct alignas(V * sizeof(T)) RowSome {
     T v[V];
 };
 
-/* Stores of 16 bytes. Of an assignment the compiler makes a store of each value as it comes, to
- * save registers. Every such store touches all sectors that the warp writes. */
+/* Stores 16 bytes at a time. The compiler splits an assignment into a store of each value as it
+ * comes, to save registers. Every such store touches all sectors that the warp writes. */
 template <class T, int V>
 __device__ __forceinline__ void store_some(T *to, const RowSome<T, V> &x) {
     if constexpr (V * sizeof(T) % 16 == 0) {

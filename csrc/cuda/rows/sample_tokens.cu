@@ -18,7 +18,7 @@
  * falls. A weight is an integer below 2^44, so sums in any order agree. A histogram has its sums
  * in two words, because shared memory adds 64 bits only by compare and swap.
  *
- * Shared memory (LAYOUT bytes): two histograms of 24 KiB, 4096 keys, the chunks' sums in place of
+ * Shared memory (struct Shared): two histograms of 24 KiB, 4096 keys, the chunks' sums in place of
  * the second histogram. No workspace. */
 #include "../../formats/sample_weight.h"
 #include "../host/launch.cuh"

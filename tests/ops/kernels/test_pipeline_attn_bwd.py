@@ -2,8 +2,8 @@
 """A model of the barrier protocol of flash_attn_bwd_sm90a.cu, run like that of the forward in
 test_pipeline_attn.py. It has the warp that loads, and the warps of two consumer warpgroups. Copies
 and products may end at any time. With a mask or a bias a stage holds its words, too, and dS goes
-to memory as the gradient of the bias. The warp that loads copies the words or computes them while
-Q and dO are in flight.
+to memory as the gradient of the bias. The warp that loads copies the words or computes them. In
+the model Q and dO are in flight meanwhile; the kernel loads them after it has computed the words.
 
 A product of a warpgroup begins to read when its first warp issues it. It ends for all its warps at
 the same time, after the products before it. A run fails if nothing can proceed, if a stage of Q or

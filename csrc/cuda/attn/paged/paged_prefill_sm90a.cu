@@ -189,7 +189,8 @@ const gk_cuda_instance instances[] = {ROWS("bf16_d64", GK_BF16, __nv_bfloat16, F
 #undef ROWS
 #undef ROW
 
-/* Serves calls with many tokens a sequence; packed calls count on average. */
+/* Serves calls with many tokens a sequence, on average if the call is packed. If it is not packed,
+ * many rows of a kv head suffice. */
 bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const int64_t batch = a->seq_lens.shape[0], tokens = paged_seq_q(a),

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     for (int range = 0; range < 2; ++range) {
         const int end = range ? keys.end : keys.edge_end;
         for (int j0 = range ? keys.fresh : keys.edge; j0 < end; j0 += TILE) {
-            /* 2.1 bit 4 u + n: row u sees key key_of(n); bit k of `wanted`: some row sees key k */
+            /* 2.1 bit 4 u + n: row u sees the lane's key n; bit k of `wanted`: some row sees k */
             unsigned seen = 0, wanted = 0;
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
