@@ -23,7 +23,7 @@ extern "C" {
  *   weight = e^x 2^43, rounded to an integer (csrc/formats/sample_weight.h); 0 where e^x < min_p
  * top_k keeps the k largest x. top_p then keeps a token if the weights of the tokens before it, in
  * the order of x, have a sum below top_p times the sum of the tokens that top_k keeps; the first
- * one stays in any case. Of equal x the lower tokens come first. The row's token is the first one
+ * one stays in any case. Among equal x lower tokens come first. The row's token is the first one
  * whose weights up to and with it, in the order of tokens, exceed number times the sum of all. If
  * no token has a weight, the row gets the token with the largest y.
  *

@@ -38,7 +38,7 @@ def sample_tokens(
 
     Then ``p = exp((y - max(y)) / temperature)``. Tokens with ``p < min_p`` go. top_k keeps the k
     likeliest tokens. top_p keeps the likeliest of these, up to the first whose sum is at least
-    top_p of theirs; at least one. Of equally likely tokens the lower ones come first. The token is
+    top_p of theirs; at least one. Among equally likely tokens lower ones come first. The token is
     the first whose share, summed in the tokens' order, exceeds ``number``.
 
     The result is exact and reproducible. Probabilities are integer weights, multiples of 2^-43 of

@@ -130,7 +130,7 @@ def among(x: Tensor, w: Tensor, most: Tensor, share: Tensor) -> Tensor:
     """bool [R, V]: the tokens that top_k (`most`) and then top_p (`share`) leave, of x with weights
     w.
 
-    The least value that stays is found in sorted order. Of tokens with that value as many stay as
+    The least value that stays is found in sorted order. As many tokens with that value stay as
     there is room for, the lower ones first.
     """
     values, order = x.sort(-1, descending=True)

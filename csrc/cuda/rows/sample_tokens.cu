@@ -98,8 +98,8 @@ struct Group {
     int bin; /* of the first histogram */
 };
 
-/* What a pass needs to know of its row. Every pass reads it anew, so that it takes no registers in
- * between. */
+/* The facts of a row that its passes need. Every pass reads them anew, so that they take no
+ * registers in between. */
 struct Facts {
     double largest, inverse, least; /* max y, 1 / temperature, min_p 2^43 */
     double bins;                    /* of the first histogram in a unit of x; a power of two */
@@ -621,8 +621,8 @@ template <class T, bool PENALISED> struct Row {
         return total;
     }
 
-    /* What top_k and then top_p leave: first the bound by count, then the one by weights. Few
-     * tokens that top_k left are all in the list for top_p. */
+    /* The bound of the tokens that top_k and then top_p leave: first the bound by count, then the
+     * one by weights. If top_k leaves few tokens, the list has all of them for top_p. */
     __device__ __forceinline__ Bound bound_of(int most, double top_p, bool few) {
         Bound keep = {NO_KEY, 0, 0};
         if (most == INT32_MAX) keep.total = sum_of_all();

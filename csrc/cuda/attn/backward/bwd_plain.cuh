@@ -113,7 +113,7 @@ __device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk
 }
 
 /* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
-/* DIM: the largest head_dim. SCORES: the call has a mask or biases. Such calls have an instance of
+/* DIM: the largest head_dim. SCORES: the call has a mask or biases. These calls have an instance of
  * their own, so that other calls do not pay for the tests. */
 template <class T, class Grad, int DIM, bool SCORES>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)

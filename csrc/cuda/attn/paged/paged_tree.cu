@@ -221,8 +221,8 @@ template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
 
 /* Rows g = lane / 4 and g + 8 of the tile belong to the four lanes of a quad, t = lane % 4.
  *
- *  Q K^T  The sum over columns may take them in any order. Of each 32 columns, lane t of a quad
- *         loads the eight that begin at 8 t, of both rows of q and of keys g and 8 + g.
+ *  Q K^T  The sum over columns may take them in any order. Lane t of a quad loads the eight of each
+ *         32 columns that begin at 8 t, of both rows of q and of keys g and 8 + g.
  *  P V    Lane (g, t) loads columns 8 g .. 8 g + 7 of each 64 of keys 2 t, 2 t + 1, 8 + 2 t and
  *         9 + 2 t. The e-th mma multiplies column 8 g + e of each of them, so that o[e] holds
  *         columns 16 t + e and 16 t + 8 + e of the lane's two rows. */
