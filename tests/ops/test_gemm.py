@@ -474,6 +474,21 @@ def test_activation_of_a_neighbour(activation, dtype, device):
         torch.testing.assert_close(got[3:], want, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_gradient_of_a_neighbour(activation, dtype, device):
+    """The same for slopes. On CUDA whole vectors of 16 bytes take the fast functions."""
+    wild = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4, 1.0, -1.0, 0.5], device=device)
+    x = wild[5:].double().requires_grad_()
+    (want,) = torch.autograd.grad(TORCH_ACTIVATION[activation](x).sum(), x)
+    for shift in range(8):
+        saved = wild.roll(shift).to(dtype).repeat(4)
+        got = ops.gemm_act_bwd(torch.ones_like(saved), saved, activation)
+        got = got.reshape(4, 8).roll(-shift, 1).double()
+        assert got[:, 0].isnan().all() and got[:, 1:5].tolist() == [[1.0, 0.0, 1.0, 0.0]] * 4
+        torch.testing.assert_close(got[:, 5:], want.expand(4, 3), rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_one_rounding(dtype, device):
     """alpha, c, bias and the activation are float32 until the one rounding to out's dtype."""

@@ -416,6 +416,27 @@ def test_gated_units(n, dtype, device):
         judged(ours, lambda x, f=activation: statement(f)(x[..., :n], x[..., n:]), (both,))
 
 
+@pytest.mark.parametrize("approximate", (None, "none", "tanh"), ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_gates_beside_wild_ones(dtype, approximate, device):
+    """NaN and inf affect their own element alone. The activation of -inf may be NaN or 0."""
+
+    def gated(gate, up):
+        return gk.geglu(gate, up, approximate=approximate) if approximate else gk.swiglu(gate, up)
+
+    wild = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4, 1.0, -1.0, 0.5], device=device)
+    for shift in range(8):
+        gate = wild.roll(shift).to(dtype).repeat(2, 4).requires_grad_()
+        up = torch.ones_like(gate).requires_grad_()
+        out = gated(gate, up)
+        grads = torch.autograd.grad(out, (gate, up), torch.ones_like(out))
+        out, dgate, dup = (x.reshape(8, 8).roll(-shift, 1) for x in (out, *grads))
+        assert out[:, 0].isnan().all() and dgate[:, 0].isnan().all() and dup[:, 0].isnan().all()
+        assert dgate[:, 1:5].tolist() == [[1.0, 0.0, 1.0, 0.0]] * 8
+        for x in (out, dgate, dup):
+            assert x[:, 3:].isfinite().all()
+
+
 def rope_statement(q, k, cos, sin, positions, interleaved):
     def rotate(x):
         at = torch.arange(x.shape[-2], device=x.device) if positions is None else positions

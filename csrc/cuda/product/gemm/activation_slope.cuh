@@ -17,12 +17,17 @@ __device__ __forceinline__ float act_ends(float x, float end) {
 }
 
 /* 1 / (1 + 2^u) and 1 / (1 + 2^w), for u and w below 64: the product of the denominators stays
- * finite. */
+ * finite. fminf drops a NaN, which would reach the other value through the reciprocal. */
 __device__ __forceinline__ void act_sigmoid_2(float u, float w, float &s, float &t) {
-    const float a = 1.f + ex2_approx_ftz(u), b = 1.f + ex2_approx_ftz(w);
+    const float a = 1.f + ex2_approx_ftz(fminf(u, 64.f)), b = 1.f + ex2_approx_ftz(fminf(w, 64.f));
     const float inverse = rcp_approx_ftz(a * b);
     s = inverse * b;
     t = inverse * a;
+}
+
+/* The slope at x, whose lower end is -end: the formulas leave some 1e-15 there. NaN stays NaN. */
+__device__ __forceinline__ float act_slope(float x, float end, float slope) {
+    return x <= -end ? 0.f : slope;
 }
 
 __device__ __forceinline__ void act_silu_slope_2(float &x, float &y, float &dx, float &dy) {
@@ -30,8 +35,8 @@ __device__ __forceinline__ void act_silu_slope_2(float &x, float &y, float &dx, 
     const float a = act_ends(x, 40.f), b = act_ends(y, 40.f);
     float s, t;
     act_sigmoid_2(a * once, b * once, s, t);
-    dx = fmaf(a * s, 1.f - s, s);
-    dy = fmaf(b * t, 1.f - t, t);
+    dx = act_slope(x, 40.f, fmaf(a * s, 1.f - s, s));
+    dy = act_slope(y, 40.f, fmaf(b * t, 1.f - t, t));
     x = max_nan(x, -40.f) * s;
     y = max_nan(y, -40.f) * t;
 }
@@ -42,8 +47,8 @@ __device__ __forceinline__ void act_gelu_tanh_slope_2(float &x, float &y, float 
     const float a = act_ends(x, 7.25f), b = act_ends(y, 7.25f), a2 = a * a, b2 = b * b;
     float s, t;
     act_sigmoid_2(twice * a * fmaf(a2, u3, u1), twice * b * fmaf(b2, u3, u1), s, t);
-    dx = fmaf(2.f * a * fmaf(a2, 3.f * u3, u1), s * (1.f - s), s);
-    dy = fmaf(2.f * b * fmaf(b2, 3.f * u3, u1), t * (1.f - t), t);
+    dx = act_slope(x, 7.25f, fmaf(2.f * a * fmaf(a2, 3.f * u3, u1), s * (1.f - s), s));
+    dy = act_slope(y, 7.25f, fmaf(2.f * b * fmaf(b2, 3.f * u3, u1), t * (1.f - t), t));
     x = max_nan(x, -7.25f) * s;
     y = max_nan(y, -7.25f) * t;
 }
@@ -61,7 +66,8 @@ __device__ __forceinline__ float act_upper_tail(float t, float e) {
 __device__ __forceinline__ void act_gelu_slope_2(float &x, float &y, float &dx, float &dy) {
     constexpr float p = 0.3275911f * 0.70710678118654752440f,
                     half = -0.5f * 1.44269504088896340736f, inv_sqrt_2pi = 0.39894228040143267794f;
-    const float a = act_ends(x, 14.f), b = act_ends(y, 14.f), u = fabsf(a), w = fabsf(b);
+    const float a = act_ends(x, 14.f), b = act_ends(y, 14.f);
+    const float u = fminf(fabsf(a), 14.f), w = fminf(fabsf(b), 14.f); /* without NaN */
     const float c = fmaf(u, p, 1.f), d = fmaf(w, p, 1.f), inverse = rcp_approx_ftz(c * d);
     const float e = ex2_approx_ftz(u * u * half), f = ex2_approx_ftz(w * w * half);
     const float over = act_upper_tail(inverse * d, e), above = act_upper_tail(inverse * c, f);
