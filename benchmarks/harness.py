@@ -132,9 +132,11 @@ class Case:
     They run in the same rounds. The ratio is against the fastest peer.
 
     Contestants in `live` are called on CUDA, too, instead of being replayed from a graph. This is
-    for calls that cannot be captured and that take long compared with their launch. A peer in
-    `optional` that cannot run the case, or is wrong, is left out, and the run says why. An optional
-    peer that cannot be captured is called.
+    for calls that cannot be captured and that take long compared with their launch. They see every
+    input once before the first timed call.
+
+    A peer in `optional` that cannot run the case, or is wrong, is left out, and the run says why.
+    An optional peer that cannot be captured is called.
     """
 
     group: str
@@ -271,6 +273,10 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     calls = {name: Rotation(fn, inputs) for name, fn in contestants.items()}
     guests = [name for name in case.optional if name in case.peers and name not in case.live]
     live = [*case.live, *(name for name in guests if not device.can_replay(calls[name]))]
+    # a plan that a peer makes when it first sees an input is not timed
+    for name in contestants.keys() & case.live:
+        for given in inputs[1:]:
+            contestants[name](*given)
     blocks = interleave(device, calls, effort, live)
     device.forget()
     times = {name: [block.us for block in of] for name, of in blocks.items()}

@@ -4,6 +4,9 @@ appear in plots.
 """
 
 import importlib.machinery
+import itertools
+import math
+import operator
 import os
 import statistics
 import sys
@@ -116,6 +119,27 @@ def test_a_ratio_is_of_the_medians_that_stand_beside_it(bench):
         fake_case(harness, live=["slow"]), DriftingDevice(), peaks, harness.QUICK
     )
     assert other.host_bound == "no"
+
+
+def test_a_plan_for_an_input_is_not_timed(bench):
+    """Some peers plan for an input when they first see it, and a case rotates over many inputs."""
+    harness = bench("harness")
+    made, planned = itertools.count(), set()
+
+    def plans(x):
+        first = x.item() not in planned
+        planned.add(x.item())
+        return 4000.0 if first else 1.0
+
+    case = fake_case(
+        harness,
+        make=lambda: (torch.tensor([float(next(made))]),),
+        peers={"slow": lambda x: 6.0, "plans": plans},
+        live=["plans", "not installed"],
+        rotate=True,
+    )
+    row = harness.measure(case, FakeDevice(), {"bf16": 1.0, "read": 1.0}, harness.QUICK)
+    assert len(planned) == 256 and row.peers["plans"]["us"] == 1
 
 
 class PoweredDevice(FakeDevice):
@@ -336,6 +360,38 @@ def test_no_two_providers_of_a_picture_share_a_color(bench):
         )
         colors = [plots.color_of(name, spare) for name in names]
         assert len(set(colors)) == len(names), (path.name, dict(zip(names, colors)))
+
+
+def lab(color):
+    """CIELAB of "#rrggbb" under D65, in which 2 is a difference that is just seen."""
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    ]
+    rows = (
+        (0.4124564, 0.3575761, 0.1804375, 0.95047),
+        (0.2126729, 0.7151522, 0.0721750, 1.0),
+        (0.0193339, 0.1191920, 0.9503041, 1.08883),
+    )
+    x, y, z = (
+        t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116
+        for *factors, white in rows
+        for t in [sum(map(operator.mul, factors, linear)) / white]
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_lines_of_one_panel_are_easy_to_tell_apart(bench):
+    plots = bench("plots")
+    assert math.dist(lab("#8c564b"), lab("#ad494a")) < 30  # two browns
+    assert math.dist(lab("#000000"), lab("#ffffff")) == pytest.approx(100, abs=0.01)
+    _, panels = plots.all_plots()[plots.SPEED]
+    spare = {}
+    for panel, rows in panels.items():
+        names = dict.fromkeys(name for row in rows for name in plots.rates(row))
+        for pair in itertools.combinations(names, 2):
+            a, b = (lab(plots.color_of(name, spare)) for name in pair)
+            assert math.dist(a, b) >= 30, (panel, pair)
 
 
 def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
