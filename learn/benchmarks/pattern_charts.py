@@ -47,18 +47,31 @@ def bars(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.6, 3.6), layout="constrained")
     axes.bar(range(len(names)), values, color="#4269d0", width=0.65)
     marks = [(i, value) for i, value in enumerate(predicted) if value is not None]
     axes.plot(
         *zip(*marks), "k_", markersize=24, markeredgewidth=1.6, label="predicted, before measuring"
     )
-    for i, value in enumerate(values):
-        axes.annotate(
-            f"{value:.3g}", (i, value), (0, 2), textcoords="offset points", ha="center", fontsize=8
-        )
     axes.set_yscale("log")
+    lowest = min(values) / 2
+    axes.set_ylim(bottom=lowest)
+    for i, value in enumerate(values):  # at the foot of a bar no prediction covers its figure
+        axes.annotate(
+            f"{value:.3g}",
+            (i, lowest),
+            (0, 4),
+            textcoords="offset points",
+            ha="center",
+            color="white",
+            fontsize=8,
+        )
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.tick_params(axis="y", labelsize=8)
     axes.set_ylabel(unit)
     axes.set_xticks(
         range(len(names)), [re.sub(r"[ ,]+", "\n", name, count=1) for name in names], fontsize=8
@@ -70,7 +83,7 @@ def bars(
     shown = ", ".join(
         f"{name.replace(', ', ' ')} {value:.4g}" for name, value in zip(names, values)
     )
-    figure.savefig(path, dpi=110, metadata={"Comment": f"figures: {shown}; end"})
+    figure.savefig(path, dpi=100, metadata={"Comment": f"figures: {shown}; end"})
     plt.close(figure)
     print(path.relative_to(ROOT))
 

@@ -644,7 +644,10 @@ def test_latencies():
 def test_chains():
     for variant, clocks, digits in (("multiply-add", 4, 1), ("shuffle", 23, 0)):
         assert line_of("chains", variant, "H200")["limit"] == f"{clocks} clocks"
-        says(f"{clocks / share('chains', variant, 'H200'):.{digits}f}")
+        measured = f"{clocks / share('chains', variant, 'H200'):.{digits}f}"
+        says(measured)
+        told = rf"{variant} (takes )?{re.escape(measured)} \(predicted: {clocks}\)"
+        assert re.search(told, (ROOT / "learn" / "patterns.md").read_text()), told
 
 
 def test_shared_memory_beside_hbm():
