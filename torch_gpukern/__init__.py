@@ -18,6 +18,7 @@ from typing import TypedDict as _TypedDict
 from typing import get_args as _get_args
 
 from torch import float8_e4m3fn as _e4m3
+from torch import uint8 as _uint8
 
 from ._library import ops as _ops
 from .masks import (
@@ -71,6 +72,7 @@ from .ops import (
 )
 from .ops.define import Op as _Op
 from .ops.flash_attn_masked import scores_of as _scores_of
+from .ops.paged_tree import check_mask as _check_paged_mask
 from .paged.kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .tuning import cache as _cache
 
@@ -224,7 +226,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
             the quantising ops, and the forward of the row operations.
         *args: the arguments of ``torch.ops.gpukern.<op>``. For float8_e4m3fn attention, they are
             those of the public function.
-        **kwargs: the same by name.
+        **kwargs: the same by name; for paged_attn also ``attn_mask``, which is one kernel on CUDA.
         arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: explains what a GPU of that
             architecture (an A100, RTX 3090, L40S, H100) would run, wherever the tensors are. No GPU
             is needed, and contents of tensors on the CPU are not read. A build without the CUDA
@@ -272,6 +274,10 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         op = f"{op}_fp8"  # the raw op that the function of that name calls
     if op == "flash_attn" and {"attn_mask", "bias", "distance_bias"} & set(kwargs):
         op, kwargs = _masked_call(args, kwargs)
+    if op == "paged_attn" and kwargs.get("attn_mask") is not None:
+        op, kwargs = _masked_paged_call(args, kwargs, arch)
+    elif op == "paged_attn":
+        kwargs.pop("attn_mask", None)
     declared = next(x for x in _Op.every if x.name == op)
     declared.refuse_types(args, kwargs)
     declared.refuse_non_bools(args, kwargs)
@@ -293,6 +299,21 @@ def _masked_call(args: tuple, kwargs: dict[str, _Any]) -> tuple[str, dict[str, _
     return "flash_attn_masked", kwargs | dict(
         zip(names, _scores_of("flash_attn", q, k, **given), strict=True)
     )
+
+
+def _masked_paged_call(
+    args: tuple, kwargs: dict[str, _Any], arch: str | None
+) -> tuple[str, dict[str, _Any]]:
+    """The name and keyword arguments of the raw op that serves paged_attn with a mask on CUDA."""
+    q, attn_mask = args[0] if args else kwargs["q"], kwargs["attn_mask"]
+    _check_paged_mask(attn_mask, kwargs.pop("prefix", None))
+    if kwargs.get("alibi_slopes") is not None or (arch is None and q.device.type == "cpu"):
+        raise ValueError(
+            "explain: paged_attn with attn_mask is several calls on the CPU and with alibi_slopes; "
+            "pass arch='sm_90' for the kernel that serves attn_mask on CUDA without alibi_slopes, "
+            "or leave out attn_mask"
+        )
+    return "paged_attn_masked", kwargs | {"attn_mask": attn_mask.view(_uint8)}
 
 
 @_contextlib.contextmanager

@@ -674,6 +674,33 @@ def test_kernel(dtype, stored, dim, kernel):
     assert json.loads(told)["instance"] == kernel
 
 
+def test_explain():
+    """On CUDA a mask has a kernel, which explain names without a GPU. On the CPU it is several
+    calls."""
+    paged = make("explain", "verify", (4, 2), (64, 64), 16, torch.bfloat16, "cpu")
+    mask = masks_of("explain", paged.queries, "tokens", "tree", "cpu")
+
+    def told(attn_mask=mask, **rules):
+        return torch_gpukern.explain("paged_attn", *paged.args(), attn_mask=attn_mask, **rules)
+
+    slopes = torch.rand(4)
+    for rules in ({}, {"arch": "sm_90", "alibi_slopes": slopes}):
+        with pytest.raises(
+            ValueError, match="^explain: paged_attn with attn_mask is several calls"
+        ):
+            told(**rules)
+    with pytest.raises(
+        ValueError, match="^paged_attn: attn_mask: expected bool, got torch.float32"
+    ):
+        told(mask.float(), arch="sm_90")
+    assert told(None) == torch_gpukern.explain("paged_attn", *paged.args())
+    if not torch.ops.gpukern.cuda_kernels.default():
+        return
+    with pytest.raises(ValueError, match=r"paged_attn: attn_mask must be \[T, S\] with T = 12"):
+        told(mask[1:], arch="sm_90")
+    assert told(arch="sm_90")["instance"] == "paged_tree_mma_bf16"
+
+
 def test_autocast(device):
     paged = make("autocast", "verify", (4, 2), (64, 64), 16, torch.bfloat16, device)
     mask = masks_of("autocast", paged.queries, "tokens", "tree", device)

@@ -223,6 +223,115 @@ def test_extreme_values(device):
         check(logits, given, device)
 
 
+def vector(*values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype)
+
+
+def test_an_infinite_temperature(device):
+    """All finite logits have the same weight. Infinite ones have none, and do not count for top_k
+    and top_p."""
+    logits = torch.tensor([-math.inf, 2.0, 0.5, -math.inf, 1.0, -3.0]).repeat(8, 1)
+    number = torch.arange(8, dtype=torch.float64) / 8
+    heat = torch.full((8,), math.inf, dtype=torch.float64)
+    for settings, want in (
+        ({}, [1, 1, 2, 2, 4, 4, 5, 5]),
+        ({"top_k": torch.full((8,), 2)}, [1, 1, 1, 1, 2, 2, 2, 2]),
+        ({"top_p": torch.full((8,), 0.5)}, [1, 1, 1, 1, 2, 2, 2, 2]),
+        ({"top_p": torch.zeros(8)}, [1] * 8),
+    ):
+        given = {"temperature": heat, "number": number, **settings}
+        assert check(logits, given, device).tolist() == want
+        assert check(logits.double(), given, device).tolist() == want
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32), ids=str)
+def test_numbers_outside(dtype, device):
+    """A number below 0 or NaN is 0; one from 1 on draws the last token with a weight."""
+    logits = torch.tensor([[0.0, 1.0, 0.0, -100.0]]).expand(7, -1)
+    number = vector(-1.0, math.nan, -math.inf, 1.0, 1.5, 1e30, math.inf, dtype=dtype)
+    given = {"temperature": torch.ones(7), "number": number}
+    assert check(logits, given, device).tolist() == [0, 0, 0, 2, 2, 2, 2]
+
+
+def test_settings_that_are_not_numbers_or_beyond_their_ends(device):
+    """top_p: NaN and 1 or more are off, 0 or less leave one token. min_p: NaN and more than 1 leave
+    none, so the row gets the largest logit. top_k at the ends of its types."""
+    gen = generator("beyond")
+    logits = logits_of(gen, 8, 40, "ties", torch.float32)
+    plain = {"temperature": torch.ones(8).double(), "number": uniform(gen, 8)}
+    free = check(logits, plain, device)
+    best = logits.argmax(-1)
+    for values, want in (
+        (vector(math.nan, 1, 2, math.inf, math.nan, 1, 1, 1), free),
+        (vector(0, -0.0, -1, -math.inf, 0, 5e-324, 1e-300, 0), best),
+    ):
+        assert torch.equal(check(logits, plain | {"top_p": values}, device), want)
+    for values, want in (
+        (vector(0, -0.0, -1, -math.inf, 0, 5e-324, 1e-300, 0), free),
+        (vector(math.nan, 1.5, 2, math.inf, math.nan, 1 + 2**-52, 9, 9), best),
+    ):
+        assert torch.equal(check(logits, plain | {"min_p": values}, device), want)
+    for dtype in (torch.int64, torch.int32):
+        ends = torch.iinfo(dtype)
+        off = torch.tensor([ends.min, ends.max, 0, -1, 40, 41, ends.max, ends.min], dtype=dtype)
+        assert torch.equal(check(logits, plain | {"top_k": off}, device), free)
+
+
+def test_rows_that_are_not_finite(device):
+    """NaN is larger than any number, infinity too."""
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[0, inf, nan, nan], [0, inf, inf, 9], [-inf] * 4, [-inf, -inf, 3, -inf]])
+    for temperature in (0.0, 1.0, 1e-310, inf):
+        given = {
+            "temperature": torch.full((4,), temperature, dtype=torch.float64),
+            "number": torch.full((4,), 0.9),
+        }
+        assert check(logits, given, device).tolist() == [2, 1, 0, 2]
+
+
+def test_expanded_tensors(device):
+    """Strides of 0, as expand gives them: of logits, vectors, counts and drafted tokens."""
+    gen = generator("expanded")
+    logits = logits_of(gen, 1, 30, "ties", torch.float32).expand(9, -1)
+    given = settings_of(gen, 1, 30) | penalties_of(gen, 1, 30, slots=1)
+    given |= {"number": uniform(gen, 9), "slots": torch.tensor([0, 1, 1, 0, 2, -1, -7, 0, 2])}
+    rows = {n: 3 if n in ("counts", "prompt") else 9 for n in given}
+
+    def laid(n, x):  # .to() keeps strides of 0 only if it copies nothing
+        return x if len(x) == rows[n] else x.to(device).expand(rows[n], *x.shape[1:])
+
+    want = check(
+        logits.contiguous(), {n: laid(n, x).cpu().contiguous() for n, x in given.items()}, device
+    )
+    given = {n: laid(n, x).to(device) for n, x in given.items()}
+    assert given["counts"].stride(0) == given["top_p"].stride(0) == 0
+    out = gk.sample_tokens(logits[:1].to(device).expand(9, -1), **given)
+    assert torch.equal(out.cpu(), want)
+
+
+def test_counts_at_the_ends_of_int32(device):
+    """Counts that reach the largest int32 with their drafted tokens, and counts below 0. Drafted
+    tokens outside the vocabulary, and counts without rows, change nothing."""
+    gen = generator("ends")
+    logits = logits_of(gen, 6, 9, "smooth", torch.float32)
+    one = torch.ones(6, dtype=torch.float64)
+    for value in (2**31 - 3, -1, -(2**31)):
+        given = {
+            "temperature": one,
+            "number": uniform(gen, 6),
+            "counts": torch.full((2, 9), value, dtype=torch.int32),
+            "slots": torch.tensor([0, 1, 0, 1, -1, -(2**40)]),
+            "drafted": torch.tensor([[0, 0], [1, -1], [8, 9], [-5, 2**40], [0, 0], [1, 1]]),
+            "presence_penalty": one,
+            "frequency_penalty": 1e-9 * one,
+            "repetition_penalty": 1.5 * one,
+        }
+        check(logits, given, device)
+    given |= {"counts": given["counts"][:0], "slots": torch.full((6,), -1)}
+    plain = {n: given[n] for n in ("temperature", "number")}
+    assert torch.equal(check(logits, given, device), check(logits, plain, device))
+
+
 def test_equal_x_of_unequal_logits(device):
     """Logits so near each other, beside a large one, that float64 gives them the same x: the lower
     tokens stay."""

@@ -34,7 +34,7 @@ from .attn_merge import attn_merge
 from .flash_attn import flash_attn
 from .op import Op
 
-__all__ = ["Tree"]
+__all__ = ["Tree", "check_mask"]
 
 _MAX_HEAD_DIM = 512  # of flash_attn
 
@@ -65,7 +65,7 @@ class Tree:
     paged_attn_masked."""
 
     def __init__(self, op: Op, masked: Op, attn_mask: Tensor, prefix: Any, return_lse: bool):
-        _check_mask(attn_mask, prefix)
+        check_mask(attn_mask, prefix)
         self.op, self.masked = op, masked.all if return_lse else masked
         self.attn_mask, self.return_lse = attn_mask, return_lse
 
@@ -114,7 +114,7 @@ def _attend(op: Op, attn_mask: Tensor, given: dict[str, Any]) -> tuple[Tensor, T
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check_mask(attn_mask: Tensor, prefix: Any) -> None:
+def check_mask(attn_mask: Tensor, prefix: Any) -> None:
     """ValueError or TypeError if attn_mask is no mask over new tokens, or stands beside a prefix."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(

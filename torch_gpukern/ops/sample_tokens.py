@@ -50,24 +50,29 @@ def sample_tokens(
         logits: [R, V] float32, bfloat16, float16 or float64, V from 1 to 2^20 - 1. Rows may have
             any stride. If the last dimension is not contiguous, logits is copied first.
         temperature: [R] float64 or float32. A row that is not above 0 gets the token with the
-            largest logit, the lowest one of equals.
-        number: [R] float64 or float32, uniform in [0, 1).
+            largest logit, the lowest one of equals. Infinity makes all tokens equally likely whose
+            logits are finite.
+        number: [R] float64 or float32, uniform in [0, 1). One below 0 or NaN counts as 0, one from
+            1 on draws the last token that has a weight.
         top_k: [R] int64 or int32. Below 1, or V and more: off.
-        top_p: [R] float64 or float32. 1 and more: off.
-        min_p: [R] float64 or float32.
+        top_p: [R] float64 or float32. 1 and more, and NaN: off. 0 and less: the likeliest token.
+        min_p: [R] float64 or float32. 0 and less: off. Above 1 or NaN: no token has a weight, and
+            the row gets the token with the largest logit.
         counts: [S, V] int32: how often answers have each token. The penalties need it, and slots.
+            A count with its drafted tokens is below 2^31.
         prompt: [S, V] bool or uint8: whether the prompts have each token.
         slots: [R] int64 or int32: the row of counts and prompt of each row. A negative one has no
             penalties.
         drafted: [R, D] int64 or int32: further tokens of the answers, which are not in counts. -1
-            is none.
+            is none, as is any other number that is no token.
         presence_penalty: [R] float64 or float32, by default 0.
         frequency_penalty: likewise.
         repetition_penalty: [R] float64 or float32, by default 1.
 
     Returns:
-        [R] int64. If a row has NaN or +inf, or -inf alone, it gets the first such token. No value
-        of a tensor is read on the host, so the call can be captured in a graph.
+        [R] int64. A row with NaN gets the first NaN. Otherwise a row with +inf gets the first +inf,
+        and a row of -inf alone token 0. On CUDA no value of a tensor is read on the host, so the
+        call can be captured in a graph.
 
     There is no gradient.
 

@@ -45,14 +45,14 @@ def sample_tokens(
     repetition_penalty: Tensor | None = None,
 ) -> Tensor:
     """int64 [R]: a token for each row of logits [R, V]. csrc/include/gpukern_sample.h has the
-    equations."""
+    equations. A number below 0 or NaN counts as 0, one from 1 on as the largest below 1."""
     x = logits.double()
     rows, vocab = x.shape
     if counts is not None and slots is not None:
         times = _times(counts, slots, drafted)
         marks = torch.zeros_like(times, dtype=torch.bool)
         if prompt is not None:
-            marks = prompt[slots.clamp_min(0).long()] != 0
+            marks = _rows_of(prompt, slots) != 0
         changed = _penalised(
             x,
             times.double(),
@@ -69,7 +69,9 @@ def sample_tokens(
     e = scaled_exp(x)
     if min_p is not None:
         e = torch.where(e >= (min_p.double() * ONE)[:, None], e, 0.0)
-        x = torch.where(e > 0, x, -torch.inf)
+    # Tokens without a weight come last in the order of x. A logit of -inf has x NaN if the
+    # temperature is inf.
+    x = torch.where(e > 0, x, -torch.inf)
     w = e.round().long()
     if top_k is not None or top_p is not None:
         most = torch.full((rows,), vocab, device=x.device)
@@ -79,7 +81,8 @@ def sample_tokens(
         filtered = (most < vocab) | (share < 1)
         w = torch.where(~filtered[:, None] | among(x, w, most, share), w, 0)
     total = w.sum(-1)
-    place = (number.double() * total).long().minimum(total - 1).clamp_min(0)
+    within = number.double().nan_to_num(0.0).clamp(0.0, 1.0)
+    place = (within * total).long().minimum(total - 1).clamp_min(0)
     token = (w.cumsum(-1) <= place[:, None]).sum(-1)
     return torch.where(drawn & (total > 0), token, best)
 
@@ -90,9 +93,17 @@ def _column(values: Tensor | None, like: Tensor, otherwise: float) -> Tensor:
     return values.double()[:, None]
 
 
+def _rows_of(table: Tensor, slots: Tensor) -> Tensor:
+    """[R, V]: the row of each slot; zeros for a slot below 0."""
+    there = slots >= 0
+    rows = table.new_zeros(len(slots), table.shape[1])
+    rows[there] = table[slots[there].long()]
+    return rows
+
+
 def _times(counts: Tensor, slots: Tensor, drafted: Tensor | None) -> Tensor:
     """int64 [R, V]: how often the answer of each row has each token."""
-    times = counts[slots.clamp_min(0).long()].long()
+    times = _rows_of(counts, slots).long()
     if drafted is not None:
         vocab = counts.shape[1]
         there = (drafted >= 0) & (drafted < vocab)
