@@ -647,12 +647,18 @@ VALUE_ERRORS = [
     (
         "sample_tokens",
         sampled(slots=torch.tensor([0, 0, 0])),
-        "prompt, slots, drafted and penalties need counts",
+        "slots is given without counts; pass counts [S, V] and slots [R], or leave out slots",
+    ),
+    (
+        "sample_tokens",
+        sampled(repetition_penalty=t(3)),
+        "repetition_penalty is given without counts; pass counts [S, V] and slots [R], or leave out "
+        "repetition_penalty",
     ),
     (
         "sample_tokens",
         sampled(counts=t(2, 7).int()),
-        "slots must be given with counts: the row of counts of each row",
+        "counts is given without slots; pass slots [R], the row of counts of each row",
     ),
     (
         "sample_tokens",

@@ -23,9 +23,16 @@ static gk_status take_integers(gk_io *io, const char *name, const gk_tensor *t) 
 /* counts, prompt, slots, drafted and the penalties. */
 static gk_status take_penalties(gk_io *io, const gk_sample_tokens_args *a, int64_t rows,
                                 int64_t vocab) {
-    GK_REQUIRE(a->counts || !(a->prompt || a->slots || a->drafted || a->presence || a->frequency ||
-                              a->repetition),
-               "prompt, slots, drafted and penalties need counts");
+    const char *name = a->prompt       ? "prompt"
+                       : a->slots      ? "slots"
+                       : a->drafted    ? "drafted"
+                       : a->presence   ? "presence_penalty"
+                       : a->frequency  ? "frequency_penalty"
+                       : a->repetition ? "repetition_penalty"
+                                       : NULL;
+    GK_REQUIRE(a->counts || !name,
+               "%s is given without counts; pass counts [S, V] and slots [R], or leave out %s",
+               name, name);
     if (!a->counts) return GK_OK;
     GK_TRY(gk_take(io, "counts", a->counts, GK_DENSE_LAST));
     GK_TRY(gk_check_dtype(io, "counts", a->counts, GK_I32));
@@ -36,7 +43,8 @@ static gk_status take_penalties(gk_io *io, const gk_sample_tokens_args *a, int64
         GK_TRY(gk_check_dtype(io, "prompt", a->prompt, GK_U8));
         GK_TRY(gk_check_shape("prompt", a->prompt, 2, a->counts->shape));
     }
-    GK_REQUIRE(a->slots, "slots must be given with counts: the row of counts of each row");
+    GK_REQUIRE(a->slots,
+               "counts is given without slots; pass slots [R], the row of counts of each row");
     GK_TRY(take_integers(io, "slots", a->slots));
     GK_TRY(gk_check_length_of("slots", a->slots, rows));
     if (a->drafted) {

@@ -496,7 +496,7 @@ def test_what_is_refused(device):
     refused("kv_start", kv_start=torch.zeros(2, dtype=torch.int32, device=device))
     refused("attn_mask must be on q's device", mask.to("meta"))
     paged = make("refused", "verify", (4, 1), (576, 512), 16, torch.float32, device)
-    refused("attn_mask with alibi_slopes needs a head_dim of at most", alibi_slopes=slopes)
+    refused("attn_mask with alibi_slopes needs a head_dim of at most 512, got", alibi_slopes=slopes)
     q = paged.q.requires_grad_()
     out = paged_attn(q, *paged.args()[1:], attn_mask=mask)
     with pytest.raises(NotImplementedError, match="paged_attn: it has no backward"):

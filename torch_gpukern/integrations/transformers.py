@@ -603,8 +603,9 @@ _WIDE = 256
 
 
 def _check_head_dim(query: Tensor, value: Tensor) -> None:
-    """Refuses calls on CUDA for which gpukern has a plain kernel only and PyTorch has products on
-    tensor cores or a tuned gemm."""
+    """Refuses calls of 32 and 64 bits on CUDA for which gpukern has a plain kernel only and PyTorch
+    has products on tensor cores or a tuned gemm. Calls of 16 bits run on tensor cores on Hopper
+    alone."""
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.is_cuda and head_dim > _WIDE and query.element_size() > 2:
         dtype = str(query.dtype).removeprefix("torch.")

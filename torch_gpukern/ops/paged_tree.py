@@ -376,7 +376,10 @@ def _with_alibi(
     for head_dim in (q.shape[2], given["v_cache"].shape[3]):
         _require(
             head_dim <= _MAX_HEAD_DIM,
-            lambda: f"with alibi_slopes needs a head_dim of at most {_MAX_HEAD_DIM}",
+            lambda: (
+                f"with alibi_slopes needs a head_dim of at most {_MAX_HEAD_DIM}, got {head_dim}; "
+                "leave out one of the two"
+            ),
         )
     if slopes.dim() == 2:
         slopes = slopes[sequence]
