@@ -376,7 +376,7 @@ def _with_alibi(
     for head_dim in (q.shape[2], given["v_cache"].shape[3]):
         _require(
             head_dim <= _MAX_HEAD_DIM,
-            lambda: (
+            lambda head_dim=head_dim: (
                 f"with alibi_slopes needs a head_dim of at most {_MAX_HEAD_DIM}, got {head_dim}; "
                 "leave out one of the two"
             ),
