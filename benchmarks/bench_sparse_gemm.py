@@ -20,6 +20,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "e4m3": torch.float8_e4m3fn,
+    "e4m3, fast": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
 ROWS = 64  # rows that are compared in float64
@@ -28,6 +29,7 @@ ROWS = 64  # rows that are compared in float64
 def case(name: str, m: int, n: int, k: int, device: torch.device) -> Case:
     dtype = DTYPES[name]
     eight = dtype.itemsize == 1
+    how = {"accumulate": "fast"} if "fast" in name else {}
 
     def make():
         w = torch.randn(n, k // 4, 4, device=device)
@@ -42,13 +44,19 @@ def case(name: str, m: int, n: int, k: int, device: torch.device) -> Case:
 
     def dense(a, values, meta, w, one, *_):
         return (
-            torch_gpukern.scaled_gemm(a, w.mT, one, one) if eight else torch_gpukern.gemm(a, w.mT)
+            torch_gpukern.scaled_gemm(a, w.mT, one, one, **how)
+            if eight
+            else torch_gpukern.gemm(a, w.mT)
         )
 
     def dense_of_torch(a, values, meta, w, one, *_):
         if dtype is torch.int8:
             return torch._int_mm(a, w.mT)
-        return torch._scaled_mm(a, w.mT, one, one, out_dtype=torch.bfloat16) if eight else a @ w.mT
+        if not eight:
+            return a @ w.mT
+        return torch._scaled_mm(
+            a, w.mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=bool(how)
+        )
 
     def sparse_of_torch(a, values, meta, w, one, packed):
         out = torch.bfloat16 if eight else None
@@ -62,7 +70,7 @@ def case(name: str, m: int, n: int, k: int, device: torch.device) -> Case:
         label=f"{m}x{n}x{k}",
         dtype="bf16",
         make=make,
-        ours=lambda a, values, meta, *_: torch_gpukern.sparse_gemm(a, values, meta),
+        ours=lambda a, values, meta, *_: torch_gpukern.sparse_gemm(a, values, meta, **how),
         peers=peers,
         optional=["torch, dense", "torch._cslt_sparse_mm"],
         reference=lambda a, values, meta, w, *_: a[:ROWS].double() @ w.double().mT,

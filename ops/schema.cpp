@@ -86,7 +86,7 @@
 #define SPARSE_GEMM_ARGS                                                                          \
     "(Tensor a, Tensor values, Tensor meta, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? " \
     "bias=None, "                                                                                 \
-    "str activation=\"none\", ScalarType? out_dtype=None)"
+    "str activation=\"none\", ScalarType? out_dtype=None, str accumulate=\"precise\")"
 
 #define CODES_SCALE " -> (Tensor codes, Tensor scale)"
 #define NORM_ARGS(eps)                                                                         \

@@ -24,6 +24,7 @@ struct SparseGemm {
     OptTensor bias;             // [N]
     String activation;
     OptDtype out_dtype;
+    String accumulate;
 
     GK_OP(sparse_gemm, gk_sparse_gemm_args, "sparse_gemm", 1)
     GK_TENSORS(a, values, meta, scale_a, scale_b, bias)
@@ -36,6 +37,7 @@ struct SparseGemm {
         to.scale_b = scale_b.view_or_null();
         to.bias = bias.view_or_null();
         to.activation = parse_activation(name, activation);
+        to.accumulate = parse_accumulate(name, accumulate);
         const gk_dtype own = gk_dtype_bytes(a.view.dtype) == 1 ? GK_BF16 : a.view.dtype;
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : own;
     }

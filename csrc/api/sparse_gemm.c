@@ -88,6 +88,10 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
         GK_TRY(gk_check_length_of("bias", x->bias, n));
     }
     GK_TRY(gk_check_activation(x->activation));
+    GK_REQUIRE((unsigned)x->accumulate <= GK_FAST,
+               "accumulate is %d, expected one of gk_accumulate", (int)x->accumulate);
+    GK_REQUIRE(fp8 || x->accumulate == GK_PRECISE,
+               "accumulate must be precise where a is %s, got fast", gk_dtype_name(a->dtype));
     GK_TRY(gk_check_product_out(io, a->dtype, x->out.dtype));
     const int64_t shape[2] = {a->shape[0], n};
     gk_give(io, "out", &x->out, x->out.dtype, 2, shape, GK_CONTIGUOUS);

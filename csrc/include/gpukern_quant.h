@@ -256,6 +256,7 @@ typedef struct gk_sparse_gemm_args {
     gk_tensor out;
     void *workspace;
     size_t workspace_bytes;
+    gk_accumulate accumulate;
 } gk_sparse_gemm_args;
 
 #define GK_SPARSE_GEMM_ARGS_INIT {.size = sizeof(gk_sparse_gemm_args)}

@@ -176,9 +176,10 @@ static void sparse_draw(gk_dtype dtype, bool large) {
     q.args.sparse.scale_b = eight && check_below(3) ? &q.sb.t : NULL;
     q.args.sparse.bias = check_below(2) ? &q.bias.t : NULL;
     q.args.sparse.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
+    if (eight && dtype != GK_I8 && check_below(2)) q.args.sparse.accumulate = GK_FAST;
     may_have_workspace = true;
-    say("activation %d strides a %lld,%lld", q.args.sparse.activation, (long long)q.a.t.stride[0],
-        (long long)q.a.t.stride[1]);
+    say("fast %d activation %d strides a %lld,%lld", q.args.sparse.accumulate == GK_FAST,
+        q.args.sparse.activation, (long long)q.a.t.stride[0], (long long)q.a.t.stride[1]);
     TO_DEVICE(q.args.sparse);
 }
 

@@ -69,6 +69,28 @@ def test_small_integers_are_exact(dtype, device):
             )
 
 
+@pytest.mark.parametrize("shape", ((5, 70, 200), (130, 264, 1028), (300, 520, 2048), (64, 64, 512)))
+def test_fast_sums(shape, device):
+    """Small integers are exact in any order of summing. Of random numbers, which keep 13 bits, the
+    error stays below what the scaled product is allowed."""
+    m, n, k = shape
+    gen = generator("sparse fast", m, n, k)
+    e4m3 = torch.float8_e4m3fn
+    w = sparse(gen, n, k, e4m3, device)
+    packed = torch_gpukern.sparse_pack(w)
+    a = torch.randint(-1, 2, (m, k), generator=gen).float().to(e4m3).to(device)
+    how = dict(out_dtype=torch.float32, accumulate="fast")
+    got = torch_gpukern.sparse_gemm(a, *packed, **how)
+    assert_bits(got + 0, reference_quantised.sparse_gemm(a, w, out_dtype=torch.float32) + 0)
+    a = randn(gen, m, k).to(e4m3).to(device)
+    got = torch_gpukern.sparse_gemm(a, *packed, **how)
+    want = a.double() @ w.double().mT
+    size = a.double().abs() @ w.double().abs().mT
+    assert ((got.double() - want).abs() <= 2.0**-10 * size + 1e-30).all()
+    if device == "cpu":
+        assert_bits(got, torch_gpukern.sparse_gemm(a, *packed, out_dtype=torch.float32))
+
+
 def test_bias_activation_and_rows_of_the_weight(device):
     gen = generator("sparse epilogue")
     a, w = (

@@ -9,6 +9,7 @@ from torch import Tensor
 from .define import define_op
 from .gemm import Activation
 from .keywords import refuse_unknown
+from .scaled_gemm import Accumulate
 
 __all__ = ["sparse_gemm", "sparse_pack"]
 
@@ -46,6 +47,7 @@ def sparse_gemm(
     bias: Tensor | None = None,
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
+    accumulate: Accumulate = "precise",
     **unknown: NoReturn,
 ) -> Tensor:
     """Activations times a 2:4 sparse weight: ``out = activation((a @ w.T) * scale_a * scale_b +
@@ -66,6 +68,8 @@ def sparse_gemm(
         activation: as in `gemm`.
         out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or
             float32.
+        accumulate: as in `scaled_gemm`, for 8-bit floats: with ``"precise"`` at most 128 products
+            (256 of K) are summed with few bits on Hopper, with ``"fast"`` maybe all.
 
     Returns:
         [M, N] contiguous.
@@ -80,7 +84,9 @@ def sparse_gemm(
     """
     if more or unknown:
         refuse_unknown(sparse_gemm, unknown, more)
-    return _sparse_gemm.call(a, values, meta, scale_a, scale_b, bias, activation, out_dtype)
+    return _sparse_gemm.call(
+        a, values, meta, scale_a, scale_b, bias, activation, out_dtype, accumulate
+    )
 
 
 def _pack_symbolic(w):

@@ -8,9 +8,11 @@ enum {
     SCALED_GROUP = 8,
     SCALED_RING = 192 * 1024, /* bytes: 4 stages of 48 KB, 6 of 32 or 8 of 24 */
     SPARSE_SMEM = 227 * 1024, /* of a block on Hopper */
-    SPARSE_PAIRS = 8, /* with more tiles across, clusters of two, even if the last one of an odd
-                         number idles */
-    SPARSE_GROUP = 8, /* tiles of tokens scheduled together (not measured) */
+    SPARSE_PAIRS = 8,   /* with more tiles across, clusters of two, even if the last one of an odd
+                           number idles */
+    SPARSE_GROUP = 8,   /* tiles of 256 tokens scheduled together, twice as many of 128 */
+    SPARSE_STAGES = 12, /* at most; 60 KB of weights in flight with tiles of 64 x 64 */
+    SPARSE_TILE_NS = 1500,   /* prologue and epilogue of a tile */
     WEIGHT_DECODE_WARPS = 8, /* 46 us for 8192 x 8192 of 4 bits, as fast as a copy (H200) */
     WEIGHT_WARPS = 8,        /* of a block; two blocks an SM have 16 (16 a block: not measured) */
     /* Of k in a stage for 8 tokens: four tiles a warp share a stage's overhead. */
