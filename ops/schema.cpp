@@ -115,6 +115,11 @@
     "(Tensor logits, Tensor target, Tensor" a " loss, Tensor" b " lse, Tensor" c \
     " dlogits, " CROSS_ENTROPY_RULES ")"
 
+#define KL_DIV_RULES "Tensor? mask=None, float beta=0.0, float temperature=1.0)"
+// a, b: the alias annotations of loss and dlogits
+#define KL_DIV_GRAD_ARGS(a, b) \
+    "(Tensor logits, Tensor teacher_logits, Tensor" a " loss, Tensor" b " dlogits, " KL_DIV_RULES
+
 // Arguments that the raw ops of linear_cross_entropy share.
 #define LCE_RULES                                                                                  \
     "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, " \
@@ -185,6 +190,10 @@ void define_rows(gk::Library &m) {
     def_out(m, "cross_entropy_bwd", CROSS_ENTROPY_BWD_ARGS); // out may be logits
     m.def("cross_entropy_grad" CROSS_ENTROPY_GRAD_ARGS("(a!)", "(b!)", "(c!)") " -> ()");
     m.def("cross_entropy_grad_results" CROSS_ENTROPY_GRAD_ARGS("", "", "") " -> ()");
+    def_op(m, "kl_div", "(Tensor logits, Tensor teacher_logits, " KL_DIV_RULES,
+           " -> (Tensor loss, Tensor dlogits)");
+    m.def("kl_div_grad" KL_DIV_GRAD_ARGS("(a!)", "(b!)") " -> ()");
+    m.def("kl_div_grad_results" KL_DIV_GRAD_ARGS("", "") " -> ()");
 }
 
 void define_train(gk::Library &m) {
@@ -210,6 +219,14 @@ void define_train(gk::Library &m) {
 // Ops whose kernels are Python functions that call other ops. define_op registers those functions
 // (torch_gpukern/ops/define.py).
 void define_composed(gk::Library &m) {
+    m.def("kl_div_bwd(Tensor grad_loss, Tensor dlogits) -> Tensor");
+    m.def("linear_kl_div_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor "
+          "teacher_weight, Tensor? teacher_bias, Tensor? mask, float beta, float temperature, str "
+          "fp32_precision, str reduction" LCE_NEEDS
+          ") -> (Tensor loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias)");
+    m.def("linear_kl_div_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, Tensor "
+          "dbias, Tensor x, str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor "
+          "dbias_scaled)");
     m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
           "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, float "
           "softcap=0.0, "

@@ -147,6 +147,11 @@ def sampled_with_penalties(**change):
     )
 
 
+def distilled(**change):
+    """A valid kl_div call with some of its arguments changed."""
+    return dict(logits=t(2, 3, 7), teacher_logits=t(2, 3, 7).flip(-1) / 2) | change
+
+
 def classes(**change):
     return dict(logits=t(2, 3, 7), target=torch.tensor([[0, 6, -100], [3, 3, 1]])) | change
 
@@ -629,6 +634,27 @@ VALUE_ERRORS = [
         dropped_gelu(approximate="erf"),
         "approximate must be none or tanh, got 'erf'",
     ),
+    # ---- kl_div
+    ("kl_div", distilled(logits=t(2, 3, 7).int()), f"logits must be {FLOATS}, got int32"),
+    (
+        "kl_div",
+        distilled(logits=t(2, 3, 0)),
+        "logits must have a last dimension of at least 1, got 0",
+    ),
+    (
+        "kl_div",
+        distilled(teacher_logits=t(2, 3, 7, dtype=BF16)),
+        "teacher_logits has dtype bfloat16, logits has float32; they must match",
+    ),
+    (
+        "kl_div",
+        distilled(teacher_logits=t(2, 3, 6)),
+        "teacher_logits must have shape [2, 3, 7], got [2, 3, 6]",
+    ),
+    ("kl_div", distilled(mask=t(2, 3)), "mask must be uint8, got float32"),
+    ("kl_div", distilled(mask=t(3).to(torch.uint8)), "mask must have shape [2, 3], got [3]"),
+    ("kl_div", distilled(beta=1.5), "beta must be between 0 and 1, got 1.5"),
+    ("kl_div", distilled(temperature=0.0), "temperature must be positive and finite, got 0"),
     # ---- sample_tokens
     ("sample_tokens", sampled(logits=t(3, 7).int()), f"logits must be {FLOATS}, got int32"),
     ("sample_tokens", sampled(logits=t(7)), "logits must have 2 dimensions [R, V], got 1"),
@@ -1105,6 +1131,21 @@ OPS = {
                 interleaved=True, positions=torch.tensor([[0, 1, 2, 3, 4], [5, 5, 0, 1, 2]])
             ),
             "packed": dict(q=t(5, 4, 8), k=t(5, 2, 8)),
+        },
+    ),
+    "kl_div": Registered(
+        distilled,
+        ("logits",),
+        "kl_div_fwd",
+        explained=True,
+        variants={
+            "": {},
+            "reverse": dict(beta=1.0),
+            "all": dict(
+                mask=torch.tensor([[1, 0, 1], [1, 1, 0]], dtype=torch.uint8),
+                beta=0.3,
+                temperature=1.7,
+            ),
         },
     ),
     "sample_tokens": Registered(

@@ -3,6 +3,7 @@
 #ifndef GPUKERN_OP_H
 #define GPUKERN_OP_H
 
+#include "gpukern_distill.h"
 #include "gpukern_quant.h"
 #include "gpukern_sample.h"
 #include "gpukern_train.h"

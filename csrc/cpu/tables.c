@@ -67,6 +67,7 @@ DECLARE(glu_bwd)
 DECLARE(rope)
 DECLARE(cross_entropy_fwd)
 DECLARE(cross_entropy_bwd)
+DECLARE(kl_div)
 DECLARE(dropout)
 DECLARE(adamw)
 
@@ -183,6 +184,7 @@ static const gk_cpu_instance cross_entropy_fwd_instances[] = {EVERY_ISA(cross_en
                                                               REF_INSTANCE(cross_entropy_fwd)};
 static const gk_cpu_instance cross_entropy_bwd_instances[] = {EVERY_ISA(cross_entropy_bwd),
                                                               REF_INSTANCE(cross_entropy_bwd)};
+static const gk_cpu_instance kl_div_instances[] = {EVERY_ISA(kl_div), REF_INSTANCE(kl_div)};
 static const gk_cpu_instance dropout_instances[] = {EVERY_ISA(dropout), REF_INSTANCE(dropout)};
 /* no arithmetic either: ref/ serves it */
 static const gk_cpu_instance attn_mask_instances[] = {

@@ -14,11 +14,13 @@
  *   rope           size |x1 cos| + |x2 sin|; loss 8 u
  *   cross_entropy  size (1 + max |z|) times the weights of the row; loss s (1 + max |z|)
  *                  backward: size |g| times those weights
+ *   kl_div         size 60 for the loss; dlogits 60 (S + T) / temperature; loss s
  *   dropout        size |x + b| / (1 - p) + |residual|; loss 32 u. Which elements are kept is
  *                  exact. Backward: size |g| (1 + |x + b|) / (1 - p)
  *
  * adamw writes the tensors that it reads, which no problem here supports. tests/ops/test_train.py
  * tests it on both devices. */
+#include "gpukern_distill.h"
 #include "gpukern_train.h"
 #include "formats/philox.h"
 
@@ -34,6 +36,7 @@ static struct {
         gk_rope_args rope;
         gk_cross_entropy_more_args loss;
         gk_cross_entropy_bwd_more_args loss_bwd;
+        gk_kl_div_args kl_div;
         gk_dropout_args dropout;
     } args;
     int64_t shape[3], n;
@@ -514,6 +517,67 @@ static void loss_bwd_expect(void) {
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i / r.n));
         check_set(&dx->size.t, i, dlogits_size(check_get(&dx->exact.t, i), i, g));
+    }
+}
+
+/* ---- kl_div ---------------------------------------------------------------------------------- */
+static void kl_div_draw(gk_dtype dtype, bool large) {
+    static const gk_dtype narrow[] = {GK_F32, GK_BF16, GK_F16};
+    static const double betas[] = {0, 0.3, 1};
+    rows_shape(dtype, large, false);
+    ROWS(x, dtype, r.n, false);
+    ROWS(y, dtype, r.n, false);
+    r.index = check_tensor_make(GK_U8, r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
+    r.z = check_dense(gk_stats_dtype(dtype), r.ndim - 1, r.shape);
+    mirror(&r.index, "mask", false);
+    mirror(&r.z, "loss", true);
+    gk_kl_div_args *a = &r.args.kl_div;
+    *a = (gk_kl_div_args)GK_KL_DIV_ARGS_INIT;
+    a->logits = r.x.t;
+    a->teacher_logits = r.y.t;
+    a->loss = r.z.t;
+    if (check_below(2)) a->mask = &r.index.t;
+    a->beta = PICK(betas);
+    a->temperature = check_below(2) ? 1 : 1.4;
+    if (check_below(4)) {
+        ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true);
+        a->dlogits = &r.out.t;
+    }
+    say("beta %g temperature %g", a->beta, a->temperature);
+    TO_DEVICE(*a);
+}
+
+/* The probabilities of row i's classes, times `by`, are added to size. */
+static void add_probabilities(const check_tensor *x, int64_t i, double temperature, double by,
+                              check_tensor *size) {
+    double peak = -INFINITY, sum = 0;
+    for (int64_t c = 0; c < r.n; ++c) peak = fmax(peak, check_get(&x->t, i * r.n + c));
+    for (int64_t c = 0; c < r.n; ++c)
+        sum += exp((check_get(&x->t, i * r.n + c) - peak) / temperature);
+    for (int64_t c = 0; c < r.n; ++c) {
+        const double p = exp((check_get(&x->t, i * r.n + c) - peak) / temperature) / sum;
+        check_set(&size->t, i * r.n + c, check_get(&size->t, i * r.n + c) + by * p);
+    }
+}
+
+static void kl_div_expect(void) {
+    const gk_kl_div_args *a = &r.args.kl_div;
+    check_fill_normal(&r.x, 2);
+    check_fill_normal(&r.y, 2);
+    for (int64_t i = 0; i < rows_count(); ++i) check_set(&r.index.t, i, check_below(5) != 0);
+    const double s = sum_loss(r.x.t.dtype, r.n);
+    result *loss = expected(&r.z, s), *dx = a->dlogits ? expected(&r.out, s) : NULL;
+    gk_kl_div_args ref = *a;
+    ref.loss = loss->exact.t;
+    ref.dlogits = dx ? &dx->exact.t : NULL;
+    gk_ref_kl_div(&ref_ctx, &ref);
+    for (int64_t i = 0; i < rows_count(); ++i) {
+        check_set(&loss->size.t, i, 60);
+        if (!dx) continue;
+        for (int64_t c = 0; c < r.n; ++c) check_set(&dx->size.t, i * r.n + c, 0);
+        if (a->mask && check_get(&r.index.t, i) == 0) continue;
+        add_probabilities(&r.x, i, a->temperature, 60 / a->temperature, &dx->size);
+        add_probabilities(&r.y, i, a->temperature, 60 / a->temperature, &dx->size);
     }
 }
 

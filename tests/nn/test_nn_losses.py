@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torch_gpukern.nn as gnn
-from torch_gpukern.nn import losses as module
+from torch_gpukern.ops import linear_cross_entropy_chunks as chunks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -69,7 +69,7 @@ def divergence(own, other, beta):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_linear_kl_div(dtype, beta, reduction, monkeypatch):
     """Over several blocks of rows; a row that does not count may hold NaN."""
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 50 * 8 * 6)
+    monkeypatch.setattr(chunks, "_MOST_BYTES", 50 * 8 * 6)
     gen = generator("kl")
     x, w, b = (leaf(gen, *n, dtype=dtype) for n in ((2, 13, 16), (50, 16), (50,)))
     tx, tw, tb = (leaf(gen, *n, dtype=dtype) for n in ((2, 13, 24), (50, 24), (50,)))
@@ -111,7 +111,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_logits_in_memory(monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(chunks, "_MOST_BYTES", 1 << 17)
     gen = generator("memory")
     x, w = leaf(gen, 2048, 8, dtype=torch.float32), leaf(gen, 512, 8, dtype=torch.float32)
     logits = 2048 * 512 * 4

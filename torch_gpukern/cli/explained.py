@@ -410,6 +410,7 @@ CALLS = {
     "swiglu": Call("m n", DTYPES, _nothing, _two),
     "geglu": Call("m n", DTYPES, _nothing, _two),
     "cross_entropy": Call("m n", DTYPES, _nothing, _cross_entropy),
+    "kl_div": Call("m n", DTYPES, _nothing, _two),
     "dropout": Call("m n", DTYPES, _add_dropout, _dropout),
     "dropout_add": Call("m n", DTYPES, _add_dropout, _dropout_add),
     "bias_gelu_dropout": Call("m n", DTYPES, _add_dropout, _gelu_dropout),

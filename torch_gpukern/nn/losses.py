@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import gemm, linear_cross_entropy
+from ..ops import linear_cross_entropy
 from ..ops.fakes import stats_dtype
-from ..ops.linear_cross_entropy_chunks import rows_at_once
+from ..ops.linear_kl_div import linear_kl_div
 
 __all__ = [
     "DPOLoss",
@@ -27,9 +27,6 @@ __all__ = [
     "load_balancing_loss",
     "router_z_loss",
 ]
-
-# Bytes of a float32 block of logits in `linear_kl_div`, which holds some five of them.
-_BLOCK_BYTES = 32 << 20
 
 
 def linear_log_probs(
@@ -256,153 +253,6 @@ def grpo_loss(
     if loss_type == "dr_grpo":
         return losses.sum() / (losses.shape[0] * (max_completion_length or losses.shape[1]))
     raise ValueError(f"grpo_loss: loss_type must be grpo, bnpo or dr_grpo, got {loss_type!r}")
-
-
-# ---- distillation --------------------------------------------------------------------------------
-
-
-def linear_kl_div(
-    x: Tensor,
-    weight: Tensor,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    target: Tensor | None = None,
-    ignore_index: int = -100,
-    beta: float = 0.0,
-    temperature: float = 1.0,
-    reduction: Literal["mean", "sum"] = "mean",
-) -> Tensor:
-    """Distillation: the divergence of student and teacher over all classes, without either's
-    logits in memory.
-
-    With T and S the softmax of teacher's and student's logits / temperature, a token's loss is
-    ``KL(T || S)`` for beta 0, ``KL(S || T)`` for beta 1, and between them, with M = beta T +
-    (1 - beta) S, ``beta KL(T || M) + (1 - beta) KL(S || M)``: Liger's fused linear JSD.
-
-    Args:
-        x: [..., H] of the student, float32, bfloat16, float16 or float64.
-        weight, bias: [V, H] and [V] of the student.
-        teacher_x, teacher_weight, teacher_bias: of the teacher, for the same tokens and classes. H
-            and dtype may differ from the student's. The teacher gets no gradient.
-        target: [...] int64; tokens whose target is ignore_index do not count. None counts all.
-        reduction: ``"mean"`` over the tokens that count, or ``"sum"``.
-
-    Returns:
-        [] float32 (float64 for float64). Gradients of x, weight and bias are made in the forward
-        pass. Not twice differentiable.
-
-    Memory beyond arguments and results: 8 V H bytes where weight requires a gradient, the bytes of
-    x, and some 160 MiB.
-
-    Raises:
-        ValueError: shapes that do not fit, beta outside [0, 1], a temperature that is not positive,
-            another reduction.
-
-    Hinton et al. (2015), arXiv:1503.02531; Agarwal et al. (GKD), arXiv:2306.13649.
-    """
-    name = "linear_kl_div"
-    _check_temperature(name, temperature)
-    if not 0 <= beta <= 1:
-        raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"{name}: reduction must be mean or sum, got {reduction!r}")
-    if x.shape[:-1] != teacher_x.shape[:-1]:
-        raise ValueError(
-            f"{name}: teacher_x must have x's tokens {list(x.shape[:-1])}, got "
-            f"{list(teacher_x.shape[:-1])}"
-        )
-    if weight.shape[0] != teacher_weight.shape[0]:
-        raise ValueError(
-            f"{name}: teacher_weight must have weight's {weight.shape[0]} classes, got "
-            f"{teacher_weight.shape[0]}"
-        )
-    rows, wide = x.reshape(-1, x.shape[-1]), stats_dtype(x)
-    counts = rows.new_ones(rows.shape[0], dtype=wide)
-    if target is not None:
-        counts = (target.reshape(-1) != ignore_index).to(wide)
-    loss = _Divergence.apply(
-        rows,
-        weight,
-        bias,
-        teacher_x.detach().reshape(-1, teacher_x.shape[-1]),
-        teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
-        counts,
-        beta,
-        1.0 / temperature,
-    )
-    return loss / counts.sum() if reduction == "mean" else loss
-
-
-class _Divergence(torch.autograd.Function):
-    """The sum of the rows' divergences. The gradients of this sum are made with it, block after
-    block of rows, and multiplied in backward."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, counts, beta, scale):  # type: ignore[override]
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        wide, classes = counts.dtype, weight.shape[0]
-        step = rows_at_once(x, classes, _BLOCK_BYTES)
-        loss = x.new_zeros((), dtype=wide)
-        dx, dweight, dbias = [], None, None
-        for at in range(0, x.shape[0], step):
-            s = slice(at, at + step)
-            own = _log_softmax(x[s], weight, bias, scale, wide)
-            other = _log_softmax(teacher_x[s], teacher_weight, teacher_bias, scale, wide)
-            part, dz = _divergence(own, other, beta)
-            # masked and not multiplied: a row that does not count may hold NaN
-            hidden = counts[s] == 0
-            loss = loss + part.masked_fill(hidden, 0.0).sum()
-            dz = (dz * scale).masked_fill(hidden[:, None], 0.0).to(x.dtype)
-            if need_x:
-                dx.append(gemm(dz, weight))
-            if need_weight:
-                kept = x[s].masked_fill(hidden[:, None], 0.0)
-                dweight = gemm(dz.mT, kept, c=dweight, out_dtype=wide)
-            if need_bias:
-                rows = dz.sum(0, dtype=wide)
-                dbias = rows if dbias is None else dbias + rows
-        empty = x.shape[0] == 0
-        ctx.save_for_backward(
-            (x.new_zeros(x.shape) if empty else torch.cat(dx)) if need_x else None,
-            (weight.new_zeros(weight.shape, dtype=wide) if empty else dweight)
-            if need_weight
-            else None,
-            (bias.new_zeros(bias.shape, dtype=wide) if empty else dbias) if need_bias else None,
-        )
-        ctx.dtype = x.dtype
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):  # type: ignore[override]
-        grads = [None if t is None else (t * grad).to(ctx.dtype) for t in ctx.saved_tensors]
-        return *grads, None, None, None, None, None, None
-
-
-def _log_softmax(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, wide: torch.dtype
-) -> Tensor:
-    z = gemm(x, weight.mT, None if bias is None else bias.to(x.dtype), out_dtype=wide)
-    return F.log_softmax(z.to(wide) * scale, -1)
-
-
-def _divergence(own: Tensor, other: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """(divergence [n], its gradient by the student's scaled logits [n, V]) of log-probabilities."""
-    p, q = own.exp(), other.exp()
-    if beta == 0:
-        return (q * (other - own)).sum(-1), p - q
-    if beta == 1:
-        away = own - other
-        loss = (p * away).sum(-1)
-        return loss, p * (away - loss[:, None])
-    middle = torch.log(beta * q + (1 - beta) * p)
-    loss = beta * (q * (other - middle)).sum(-1) + (1 - beta) * (p * (own - middle)).sum(-1)
-    slope = (1 - beta) * (own - middle)
-    return loss, p * (slope - (p * slope).sum(-1, keepdim=True))
 
 
 # ---- routers -------------------------------------------------------------------------------------

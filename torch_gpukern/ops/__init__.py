@@ -15,8 +15,10 @@ from .gemm import gemm
 from .glu import geglu, swiglu
 from .grouped_gemm import grouped_gemm
 from .keywords import keep_defaults_constant
+from .kl_div import kl_div
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
+from .linear_kl_div import linear_kl_div as linear_kl_div
 from .norm import layer_norm, rms_norm
 from .paged_attn import kv_cache_write, kv_cache_write_latent, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
@@ -48,6 +50,7 @@ __all__ = [
     "geglu",
     "gemm",
     "grouped_gemm",
+    "kl_div",
     "kv_cache_write",
     "kv_cache_write_latent",
     "layer_norm",

@@ -16,6 +16,8 @@ turns z into its gradient dz, rounded to x's dtype.
 - `rows` returns each row's loss, and `rows_backward` computes z again: 8 M H V FLOPs. It goes by
   blocks of classes if dweight is wanted, so that each block completes its rows of dweight.
   Otherwise it goes by blocks of rows.
+- `gradients_by_rows` is the part of `scalar` that does not know the loss. linear_kl_div.py calls it,
+  too.
 - `part_of_rows` and `part_of_backward` are the same two functions if weight has only some of the
   classes and other ranks have the others.
 """
@@ -35,6 +37,7 @@ __all__ = [
     "FLOATS",
     "Rules",
     "accumulator",
+    "gradients_by_rows",
     "kept_rows",
     "part_of_backward",
     "part_of_rows",
@@ -221,17 +224,19 @@ def _beside(dz: Tensor, at: int, wide: torch.dtype) -> Tensor:
 
 
 def _rooms(
-    dz: Tensor | None, rows: int, step: int, direct: bool, buffer: Callable[[], Tensor]
+    dz: Tensor | None, rows: int, step: int, direct: bool, buffer: Callable[[], Tensor], most: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields (rows, memory for their z). The memory is dz itself if it has z's dtype (`direct`),
-    later rows of dz, or `buffer` of step rows."""
+    """Yields (rows, memory for their z), at most `most` rows at a time. The memory is dz itself if
+    it has z's dtype (`direct`), later rows of dz, or `buffer` of step rows."""
     at = 0
     while at < rows:
         many = dz is not None and _prefers_many_rows(dz)
         if direct:
-            z = dz[at:] if many else dz[at : at + step]
-        elif not many or (z := _beside(dz, at, torch.float32)).shape[0] <= step:
-            z = buffer()[: rows - at]
+            z = dz[at : at + most] if many else dz[at : at + step]
+        else:
+            found = _beside(dz, at, torch.float32).shape[0] if many else 0
+            enough = found > step or found >= most
+            z = _beside(dz, at, torch.float32)[:most] if enough else buffer()[: rows - at]
         yield slice(at, at + z.shape[0]), z
         at += z.shape[0]
 
@@ -248,11 +253,40 @@ def scalar(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss [M], dx [M, H], kept [rows, V], dbias [V]): gradients of the sum of the rows' losses,
     empty if not needed."""
+    loss, lse = (x.new_empty(x.shape[0], dtype=accumulator(x)) for _ in range(2))
+
+    def loss_of(rows: slice, z: Tensor, dz: Tensor | None) -> None:
+        if dz is None:
+            loss[rows], _ = _loss(z, target[rows], rules)
+        else:
+            _loss_and_gradient(z, target[rows], rules, loss[rows], lse[rows], dz)
+
+    needs = need_x, need_weight, need_bias
+    return loss, *gradients_by_rows(x, weight, bias, rules, *needs, loss_of)
+
+
+def gradients_by_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rules: Rules,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+    loss_of: Callable[[slice, Tensor, Tensor | None], None],
+    others: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx [M, H], kept [rows, V], dbias [V]) of a loss over the logits z of x and weight, empty if
+    not needed.
+
+    loss_of(rows, z, dz) computes the losses of some rows from their z and writes the gradient of
+    their sum to dz, which may be z itself. dz is None if no gradient is needed. `others` says how
+    many more tensors like z it allocates; the rows of a call are then fewer by as much.
+    """
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
     whole = need_weight and kept_rows(x, m) == m
     alone = whole or not (need_x or need_weight)  # z needs no buffer of dz beside it
-    step = rows_at_once(x, v, _MOST_BYTES * 3 // 2 if alone else _MOST_BYTES)
-    loss, lse = (x.new_empty(m, dtype=wide) for _ in range(2))
+    step = rows_at_once(x, v, (_MOST_BYTES * 3 // 2 if alone else _MOST_BYTES) // (1 + others))
     dx = x.new_empty((m, h) if need_x else 0)
     dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
     kept = x.new_empty((m, v) if whole else 0)
@@ -263,21 +297,19 @@ def scalar(
     needed = need_x or need_weight or need_bias
     # Backward allocates dweight beside kept, so z may have as many bytes without raising the peak.
     if need_weight and _prefers_many_rows(x):
-        step = max(step, _whole_tiles(h * x.dtype.itemsize // wide.itemsize))
+        step = max(step, _whole_tiles(h * x.dtype.itemsize // (wide.itemsize * (1 + others))))
+    most = step if others else m
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
     direct = room is not None and x.dtype is wide  # then z is written where dz is wanted
     buffer = cache(lambda: x.new_empty(min(step, m), v, dtype=wide))
     for outer in _steps(m, block):
-        xs, ts = x[outer], target[outer]
+        xs = x[outer]
         dz = None if room is None else room[: xs.shape[0]]
-        for s, z in _rooms(dz, xs.shape[0], step, direct, buffer):
+        for s, z in _rooms(dz, xs.shape[0], step, direct, buffer, most):
             _product(xs[s], weight.mT, z, rules, bias)
-            if not needed:
-                loss[outer][s], _ = _loss(z, ts[s], rules)
-                continue
-            made = _loss_and_gradient(
-                z, ts[s], rules, loss[outer][s], lse[outer][s], z if dz is None else dz[s]
-            )
+            rows = slice(outer.start + s.start, outer.start + s.stop)
+            made = None if not needed else z if dz is None else dz[s]
+            loss_of(rows, z, made)
             if need_bias:
                 _add_rows(dbias, made)
         if need_x:
@@ -286,7 +318,7 @@ def scalar(
             total.add(lambda s, dz=dz, xs=xs: (dz[:, s].mT, xs))
     if total is not None:
         kept = total.value.view(-1).view(x.dtype).view(kept_rows(x, m), v)
-    return loss, dx, kept, dbias
+    return dx, kept, dbias
 
 
 def scaled(

@@ -5,6 +5,7 @@
 Computed in float64 if the input is float64, otherwise in float32; results are rounded once.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "dropout_add",
     "dropout_mask",
     "geglu",
+    "kl_div",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
@@ -168,6 +170,33 @@ def linear_cross_entropy(
     return cross_entropy(
         logits if bias is None else logits + _wide(bias), target, weight=class_weight, **rules
     )
+
+
+def kl_div(logits, teacher_logits, *, mask=None, beta=0.0, temperature=1.0):
+    """``KL(T || S)`` for beta 0, ``KL(S || T)`` for beta 1, between them ``beta KL(T || M) +
+    (1 - beta) KL(S || M)`` with M = beta T + (1 - beta) S, where S and T are the softmax of both
+    logits / temperature; 0 where mask is 0."""
+    hidden = None if mask is None else mask == 0
+    s, t = (
+        (_wide(z) if hidden is None else _wide(z).masked_fill(hidden[..., None], 0.0)) / temperature
+        for z in (logits, teacher_logits)
+    )
+    s, t = s.log_softmax(-1), t.log_softmax(-1)
+
+    def divergence(p, q):
+        # the difference is masked twice, so that neither it nor its gradient is NaN
+        none = p == -torch.inf
+        away = (p.masked_fill(none, 0.0) - q.masked_fill(none, 0.0)).masked_fill(none, 0.0)
+        return (p.exp() * away).sum(-1)
+
+    if beta == 0:
+        loss = divergence(t, s)
+    elif beta == 1:
+        loss = divergence(s, t)
+    else:
+        m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
+        loss = beta * divergence(t, m) + (1 - beta) * divergence(s, m)
+    return loss if hidden is None else loss.masked_fill(hidden, 0.0)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
