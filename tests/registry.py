@@ -1136,7 +1136,6 @@ OPS = {
     "kl_div": Registered(
         distilled,
         ("logits",),
-        "kl_div_fwd",
         explained=True,
         variants={
             "": {},

@@ -101,6 +101,7 @@ _kl_div = define_op(
     backward=_backward,
     # dlogits is then a result of the autograd.Function, so that a second derivative is refused
     reads_all=lambda args: True,
+    refuse_fwd="kl_div_fwd has no backward; gpukern::kl_div has",
     without_gradient=("teacher_logits",),
     fold=batching.rows("logits", "teacher_logits", "mask"),
 )
