@@ -198,6 +198,7 @@ Explained = _Literal[
     "geglu",
     "rope",
     "cross_entropy",
+    "kl_div",
     "dropout",
     "dropout_add",
     "bias_gelu_dropout",

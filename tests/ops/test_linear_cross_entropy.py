@@ -118,12 +118,13 @@ def test_values(dtype, mode, device, monkeypatch):
 
 def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
     """Each row is computed once, in order. The logits of some rows are stored in rows of dz that
-    are written later; these are more rows than fit the buffer."""
+    are written later; these are more rows than fit the buffer, or as many if so few are
+    asked for."""
     monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: True)
     for rows, v, step in ((8192, 131, 256), (1000, 8, 3), (130, 7, 50), (5, 9, 1), (1, 1, 1)):
         dz, at, most = torch.empty(rows, v, dtype=torch.bfloat16), 0, 0
         buffer = torch.empty(step, v)
-        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer):
+        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer, rows):
             assert (
                 s.start == at
                 and z.shape == (s.stop - at, v)
@@ -135,6 +136,14 @@ def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
                 begin = (z.data_ptr() - dz.data_ptr()) // 2
                 assert at * v <= begin and begin + 2 * z.numel() <= dz.numel()
         assert at == rows and (most > 9 * step if rows == 8192 else True)
+        at, inside = 0, 0
+        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer, step):
+            assert s.start == at and z.shape == (s.stop - at, v) and z.shape[0] <= step
+            at, begin = s.stop, (z.data_ptr() - dz.data_ptr()) // 2
+            if z.data_ptr() != buffer.data_ptr():
+                assert s.stop * v <= begin and begin + 2 * z.numel() <= dz.numel()
+                inside += 1
+        assert at == rows and (inside > 25 if rows == 8192 else True)
 
 
 @pytest.mark.parametrize("mode", MODES)
