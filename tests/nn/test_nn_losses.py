@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import generator, randn
+from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -95,6 +96,86 @@ def test_linear_kl_div(dtype, beta, reduction, monkeypatch):
     assert torch.equal(x.grad[0, 4], torch.zeros(16, dtype=dtype))
     ex.grad[0, 4] = 0
     assert_grads((x, w, b), (ex, ew, eb), dtype)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("teacher", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_kl_div_over_more_rows_than_are_kept(dtype, teacher, many, monkeypatch):
+    """dweight is a sum over blocks of rows. `many`: logits stand in later rows of their gradient,
+    as on CUDA. The teacher may have another dtype."""
+    monkeypatch.setattr(chunks, "_MOST_BYTES", 50 * 8 * 9)
+    monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: many)
+    gen = generator("kl", "many rows")
+    x, w, b = (leaf(gen, *n, dtype=dtype) for n in ((90, 8), (50, 8), (50,)))
+    tx, tw = (leaf(gen, *n, dtype=teacher) for n in ((90, 12), (50, 12)))
+    assert chunks.kept_rows(x, 90) < 90
+    got = gnn.linear_kl_div(x, w, tx, tw, b, beta=0.4)
+    got.backward()
+    ex, ew, eb, etx, etw = exact(x, w, b, tx, tw)
+    logs = F.log_softmax(ex @ ew.mT + eb, -1), F.log_softmax(etx @ etw.mT, -1)
+    want = divergence(*logs, 0.4).mean()
+    want.backward()
+    rough = 1e-12 if dtype is teacher is torch.float64 else 1e-4
+    torch.testing.assert_close(got.double(), want.detach(), rtol=rough, atol=0)
+    if teacher is not torch.float64 and dtype is torch.float64:
+        dtype = torch.float32  # the teacher's logits are float32
+    assert_grads((x, w, b), (ex, ew, eb), dtype)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rows", [4, 40])
+def test_linear_kl_div_gradcheck(beta, rows, monkeypatch):
+    """All of dz is kept for 4 rows, a sum for 40."""
+    monkeypatch.setattr(chunks, "_MOST_BYTES", 5 * 8 * 14)
+    gen = generator("kl", "gradcheck")
+    made = [leaf(gen, *n, dtype=torch.float64) for n in ((rows, 6), (5, 6), (5,))]
+    tx, tw, tb = (leaf(gen, *n, dtype=torch.float64).detach() for n in ((rows, 3), (5, 3), (5,)))
+    target = torch.arange(rows) % 3 - 1
+    target[target < 0] = -100
+    how = {"target": target, "beta": beta, "temperature": 1.3}
+
+    def loss(x, w, b):
+        return gnn.linear_kl_div(x, w, tx, tw, b, tb, **how)
+
+    assert gradcheck(loss, made)
+    for i in range(3):  # one gradient alone
+        some = [t if j == i else t.detach() for j, t in enumerate(made)]
+        alone, among = (torch.autograd.grad(loss(*t), t[i])[0] for t in (some, made))
+        torch.testing.assert_close(alone, among, rtol=1e-10, atol=1e-14)
+    plain = loss(*[t.detach() for t in made])
+    torch.testing.assert_close(plain, loss(*made).detach(), rtol=1e-12, atol=0)
+    with pytest.raises(NotImplementedError, match="linear_kl_div: it is not twice differentiable"):
+        once = torch.autograd.grad(loss(*made), made[0], create_graph=True)[0]
+        once.sum().backward()
+
+
+def test_linear_kl_div_of_no_rows_and_of_none_that_count():
+    x, w = torch.ones(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    total = gnn.linear_kl_div(x, w, torch.ones(0, 3), torch.ones(5, 3), reduction="sum")
+    total.backward()
+    assert total == 0 and x.grad.shape == (0, 4) and (w.grad == 0).all()
+    x = torch.ones(3, 4, requires_grad=True)
+    target = torch.full((3,), -100)
+    mean = gnn.linear_kl_div(x, w, torch.ones(3, 3), torch.ones(5, 3), target=target)
+    assert mean.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(mean, (x, w)))
+
+
+def test_linear_kl_div_under_autocast():
+    gen = generator("kl", "autocast")
+    x, w = leaf(gen, 7, 16, dtype=torch.float32), leaf(gen, 30, 16, dtype=torch.float32)
+    tx, tw = leaf(gen, 7, 16, dtype=torch.float32), leaf(gen, 30, 16, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gnn.linear_kl_div(x, w, tx, tw)
+    assert got.dtype is torch.float32
+    grads = torch.autograd.grad(got, (x, w))
+    assert all(g.dtype is torch.float32 for g in grads)
+    short = [t.detach().bfloat16().requires_grad_() for t in (x, w, tx, tw)]
+    want = gnn.linear_kl_div(*short)
+    assert torch.equal(got, want)
+    for g, h in zip(grads, torch.autograd.grad(want, short[:2]), strict=True):
+        assert torch.equal(g, h.float())
 
 
 class Largest(TorchDispatchMode):
