@@ -8,7 +8,7 @@ from serving import prompts_of, run
 
 from torch_gpukern import nn as gnn
 from torch_gpukern.cli.commands import main
-from torch_gpukern.serve import Engine, Request, served
+from torch_gpukern.serve import Engine, Request, models, probe, served
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
@@ -104,16 +104,87 @@ def test_a_model_that_is_not_served_is_named(config):
         served(network(config, kind, **settings), 16)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("recipe", ("w4", "int8", "fp8", "nvfp4"))
-def test_quantised_models_are_served(recipe):
+def test_quantised_models_are_served(recipe, dtype):
+    """Codes amplify the rounding: the largest difference of fp8 in bfloat16 is a third of the
+    logits' standard deviation, on pages and with another attention of transformers."""
     net = network("LlamaConfig", "LlamaForCausalLM", hidden_size=128, intermediate_size=256)
-    gnn.quantize(net, recipe, say=None)
+    gnn.quantize(net.to(dtype), recipe, say=None)
     served(net, 16)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_sixteen_bits_are_served(dtype):
-    served(network("LlamaConfig", "LlamaForCausalLM").to(dtype), 16)
+@pytest.mark.parametrize("config", SERVED)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_sixteen_bits_are_served(dtype, config):
+    kind, settings = SERVED[config]
+    served(network(config, kind, **settings).to(dtype), 16)
+
+
+def random_net(hidden, layers):
+    """With transformers' own initial weights, which let attention decide little."""
+    torch.manual_seed(0)
+    settings = SMALL | dict(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 128,
+        num_key_value_heads=1,
+        vocab_size=2048,
+    )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).bfloat16().eval()
+
+
+def other_heads(q, rules):
+    return q.roll(1, 1), rules
+
+
+# The change of an attention call, and in how many of the layers.
+WRONG = {
+    "half the scale": (lambda q, rules: (q, rules | {"scale": rules["scale"] / 2}), None),
+    "a window": (lambda q, rules: (q, rules | {"window_left": 3}), None),
+    "no keys but its own": (lambda q, rules: (q, rules | {"window_left": 0}), None),
+    "another head's keys": (other_heads, None),
+    "another head's keys in the first layer": (other_heads, 1),
+}
+
+
+@pytest.mark.parametrize("hidden, layers", [(512, 2), (512, 8), (1024, 2)])
+def test_random_bfloat16_models_are_told_from_wrong_ones(hidden, layers, monkeypatch):
+    """The right wiring is off by about the rounding of transformers' own attentions, which is less
+    than half of what is allowed; a wrong one is off by a quarter more than that at least."""
+    net = random_net(hidden, layers)
+    want = probe.alone(net, 2048, "eager")
+    most, rounding = probe.most_off(net, want), probe.rounding(net, want)
+    right = served(net, 16)
+    off = probe.apart(probe.over_pages(right), want)
+    assert 0 < off < 1.5 * rounding and off < most / 2
+    attend = models.Step.attend
+    for name, (change, count) in WRONG.items():
+
+        def wrong(step, cache, layer, q, change=change, count=count, **rules):
+            if count is None or layer < count:
+                q, rules = change(q, rules)
+            return attend(step, cache, layer, q, **rules)
+
+        monkeypatch.setattr(models.Step, "attend", wrong)
+        off = probe.apart(probe.over_pages(right), want)
+        assert off > 1.25 * most, (name, off, most)
+        with pytest.raises(ValueError, match="its logits over pages are off by"):
+            served(net, 16)
+        monkeypatch.setattr(models.Step, "attend", attend)
+
+
+def test_what_may_be_off_follows_the_models_own_rounding(monkeypatch):
+    """A deep model of random weights is far from itself. Where it is so far that a wrong attention
+    would look the same, nothing more is allowed."""
+    net = random_net(256, 1)
+    want = torch.zeros(4, 2048)
+    for own, most in ((0.0, 0.03), (0.01, 0.03), (0.055, 0.11), (0.3, 0.6), (0.9, 0.7)):
+        monkeypatch.setattr(probe, "rounding", lambda *_, own=own: own)
+        assert probe.most_off(net, want) == pytest.approx(most)
+        assert probe.most_off(net, want, coded=True) == pytest.approx(min(3 * most, 0.7))
+    assert probe.most_off(net.float(), want) == probe.EXACT
 
 
 def test_the_command_refuses_such_a_directory(model_dir, tmp_path, capsys):

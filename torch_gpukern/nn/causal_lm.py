@@ -2,25 +2,21 @@
 """The loss of a transformers causal model without its logits: what `patch(model,
 fused_linear_cross_entropy=True)` puts in.
 
-`_plan_of` reads the source of a model's forward. Each statement must be one that is known to leave
-the loss alone, or one that `linear_cross_entropy` can express. Any other statement keeps the
-model's own loss, and is named.
+causal_forward.py reads the source of a model's forward. What it does to the logits before the loss
+must be something that `linear_cross_entropy` can express. A model that does something else keeps
+its own loss, and is named.
 """
 
-import ast
 import functools
 import inspect
-import re
 import sys
-import textwrap
-from collections.abc import Callable
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import linear_cross_entropy
+from .causal_forward import plan_of
 from .layers import Linear, has_hooks
 from .rows import served
 
@@ -45,161 +41,17 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
 
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         return None, "its loss is one of its own"
-    plan, why = _plan_of(kind)
+    plan, why = plan_of(kind)
     if plan is None:
         return None, why
     if not isinstance(getattr(model, plan.head, None), torch.nn.Linear):
         return None, f"its {plan.head} is no nn.Linear"
-    return _with_fused_loss(kind), ""
-
-
-# ---- the plan ------------------------------------------------------------------------------------
-
-
-class _Plan(NamedTuple):
-    """The parts of a model's forward."""
-
-    base: str  # the module that gives the hidden states, by its dotted name
-    positional: tuple[str, ...]  # arguments of the forward that the base gets by position
-    named: tuple[str, ...]  # arguments of the forward that the base gets by name
-    rest: bool  # whether the base also gets the forward's **kwargs
-    head: str
-    rules: tuple[Callable[[Any], dict[str, float]], ...]  # what happens to logits before the loss
-    routers: bool  # whether output_router_logits adds a loss
-    result: type
-
-
-def _softcap(attribute: str):
-    return lambda model: {"softcap": attrgetter(attribute)(model) or 0.0}
-
-
-# Statements between head and loss, as ast.unparse writes them, and their meaning in
-# `linear_cross_entropy`'s arguments. LOGITS stands for the variable.
-_CHANGES = {
-    "if self.config.final_logit_softcapping is not None:\n"
-    "    LOGITS = LOGITS / self.config.final_logit_softcapping\n"
-    "    LOGITS = torch.tanh(LOGITS)\n"
-    "    LOGITS = LOGITS * self.config.final_logit_softcapping": _softcap(
-        "config.final_logit_softcapping"
-    ),
-    "LOGITS = nn.functional.tanh(LOGITS / cap) * cap": _softcap("config.logits_soft_cap"),
-    "LOGITS = LOGITS * self.logit_scale": lambda model: {"logit_scale": float(model.logit_scale)},
-    "LOGITS = LOGITS / self.config.logits_scaling": lambda model: {
-        "logit_scale": 1.0 / model.config.logits_scaling
-    },
-}
-
-# Statements that leave the loss alone. HIDDEN, OUT and LOGITS stand for variables.
-_HARMLESS = (
-    r"(return_dict|output_\w+) = \1 if \1 is not None else self\.config\.\1",
-    r"slice_indices = slice\(-logits_to_keep, None\) if isinstance\(logits_to_keep, int\) else "
-    r"logits_to_keep",
-    r"HIDDEN = OUT(\.last_hidden_state|\[0\])",
-    r"HIDDEN = slice_logits_to_keep\((HIDDEN|OUT\.last_hidden_state), logits_to_keep\)",
-    r"cap = self\.config\.logits_soft_cap",
-    r"loss = None",
-    r"aux_loss = None",
-    r"if not return_dict:\n    output = \(LOGITS,\) \+ OUT\[1:\]\n    return .*",
-)
-_HEAD = (
-    r"(\w+) = self\.(\w+)\((\w+)(?:\.last_hidden_state)?(?:\[:, slice_indices, :\])?\)"
-    r"(?:\.float\(\)|\.contiguous\(\))?"
-)
-_LOSS = (
-    r"if labels is not None:\n    loss = self\.loss_function\((?:\w+=)?LOGITS, (?:labels=)?"
-    r"labels, (?:vocab_size=)?[\w.()]+(?:, pad_token_id=[\w.]+)?(?:, \*\*\w+)?\)"
-)
-_ROUTERS = r"if output_router_logits:\n    aux_loss = .*"
-
-
-@functools.cache
-def _plan_of(kind: type) -> tuple[_Plan | None, str]:
-    """(the plan of a class's forward, ""), or None and why there is none."""
-    forward = inspect.unwrap(kind.forward)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None, "the source of its forward cannot be read"
-    found: dict[str, Any] = {"rules": (), "routers": False}
-    names: dict[str, str] = {}  # a variable's name: what stands for it
-    has_loss = False
-    for statement in tree.body[0].body:  # type: ignore[attr-defined]
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue
-        text = ast.unparse(statement)
-        if "base" not in found and (base := _base_of(statement)) is not None:
-            names[base.pop("out")] = "OUT"
-            found |= base
-            continue
-        if "base" in found and "head" not in found:
-            hidden = re.match(r"(\w+) = ", text)
-            if hidden and "logits" not in hidden[1]:
-                names.setdefault(hidden[1], "HIDDEN")
-            head = re.fullmatch(_HEAD, text)
-            if head and names.get(head[3]) in ("HIDDEN", "OUT"):
-                names[head[1]], found["head"] = "LOGITS", head[2]
-                continue
-        same = re.sub(r"\b\w+\b", lambda word: names.get(word[0], word[0]), text)
-        if same in _CHANGES:
-            found["rules"] += (_CHANGES[same],)
-        elif re.fullmatch(_LOSS, same):
-            has_loss = True
-        elif re.fullmatch(_ROUTERS, same, re.DOTALL):
-            found["routers"] = True
-        elif isinstance(statement, ast.Return):
-            name = _result_of(statement, names)
-            if name is None:
-                return None, f"its forward does more than the head and the loss: {_first(text)}"
-            found["result"] = forward.__globals__[name]
-        elif not any(re.fullmatch(known, same, re.DOTALL) for known in _HARMLESS):
-            return None, f"its forward does more than the head and the loss: {_first(text)}"
-    if not has_loss or not {"base", "head", "result"} <= found.keys():
-        return None, "its forward is no base model, head and loss"
-    return _Plan(**found), ""
-
-
-def _first(text: str) -> str:
-    return text.partition("\n")[0][:60]
-
-
-def _base_of(statement: ast.stmt) -> dict[str, Any] | None:
-    """The call of the base model in a statement ``out = self.model(..)``; None for any other
-    statement, and if an argument is anything but an argument of the forward by its own name."""
-    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        return None
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-    call = statement.value
-    if not isinstance(target, ast.Name) or not isinstance(call, ast.Call):
-        return None
-    called = ast.unparse(call.func)
-    if not called.startswith("self.") or not all(isinstance(a, ast.Name) for a in call.args):
-        return None
-    named = [k for k in call.keywords if k.arg is not None]
-    if not all(isinstance(k.value, ast.Name) and k.value.id == k.arg for k in named):
-        return None
-    return {
-        "out": target.id,
-        "base": called.removeprefix("self."),
-        "positional": tuple(a.id for a in call.args if isinstance(a, ast.Name)),
-        "named": tuple(k.arg for k in named if k.arg is not None),
-        "rest": len(named) < len(call.keywords),
-    }
-
-
-def _result_of(statement: ast.Return, names: dict[str, str]) -> str | None:
-    """The class that is returned, where its fields are loss, logits and those of the base's
-    result by the same names."""
-    call = statement.value
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        return None
-    for field in call.keywords:
-        value = ast.unparse(field.value)
-        owner, _, last = value.partition(".")
-        plain = field.arg in ("loss", "aux_loss") and value == field.arg
-        of_base = names.get(owner) == "OUT" and last == field.arg
-        if not (plain or of_base or (field.arg == "logits" and names.get(value) == "LOGITS")):
-            return None
-    return call.func.id
+        for rule in plan.rules:
+            rule(model)
+    except TypeError as error:
+        return None, str(error)
+    return _with_fused_loss(kind), ""
 
 
 # ---- the forward ---------------------------------------------------------------------------------
@@ -209,7 +61,7 @@ def _result_of(statement: ast.Return, names: dict[str, str]) -> str | None:
 def _with_fused_loss(kind: type) -> type:
     """The subclass keeps the class's name, because save_pretrained, for example, writes it."""
     plain = kind.forward
-    plan, _ = _plan_of(kind)
+    plan, _ = plan_of(kind)
     assert plan is not None
     path = plan.base.split(".")
     signature = inspect.signature(plain)
@@ -239,8 +91,11 @@ def _with_fused_loss(kind: type) -> type:
             **(others if plan.rest else {}),
         )
         rules = {name: x for rule in plan.rules for name, x in rule(self).items()}
-        loss = _loss(outputs[0], labels, head, rules, **others)
-        result = _result(plan.result, loss, outputs)
+        hidden = outputs[0].to(head.weight.dtype) if plan.casts else outputs[0]
+        of_loss = {k: x for k, x in others.items() if plan.loss_rest or k in plan.loss_named}
+        loss = _loss(hidden, labels, head, rules, **of_loss)
+        found = {name: getattr(outputs, name, None) for name in plan.fields}
+        result = plan.result(loss=loss, logits=None, **found)
         return (
             result
             if as_dict in (None, True) and self.config.return_dict is not False
@@ -315,9 +170,3 @@ def _loss(
         if isinstance(num_items_in_batch, Tensor)
         else num_items_in_batch
     )
-
-
-def _result(kind: Any, loss: Tensor, outputs: Any) -> Any:
-    names = set(kind.__dataclass_fields__) - {"loss", "logits"}
-    found = {name: getattr(outputs, name, None) for name in names}
-    return kind(loss=loss, logits=None, **found)

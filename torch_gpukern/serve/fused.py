@@ -40,20 +40,17 @@ from .shards import Summed
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 TOKENS = 3  # of the trial run
-# How far results may differ, relative to their standard deviation. EXACT and ROUNDED bound the
-# largest difference of logits; LAYER_ROUNDED and EXACT bound the root mean square difference of a
-# layer's results. A layer that computes something else differs by more than 1, or by 0.17 if only
-# one of 32 heads does. ROUNDED is large because rounding activations to few bits amplifies small
-# differences.
-EXACT, ROUNDED = 1e-2, 0.25
-LAYER_ROUNDED = 0.1
+# The root mean square by which a layer's results may differ, relative to their standard deviation:
+# in float32, and in fewer bits. A layer that computes something else differs by more than 1, or by
+# 0.17 if only one of 32 heads does.
+EXACT, ROUNDED = 1e-2, 0.1
 
 
-def most_off(net: nn.Module) -> float:
-    exact = all(p.dtype == torch.float32 for p in net.parameters()) and not any(
+def is_exact(net: nn.Module) -> bool:
+    """Whether the network computes in float32."""
+    return all(p.dtype == torch.float32 for p in net.parameters()) and not any(
         isinstance(m, QuantizedLinear) for m in net.modules()
     )
-    return EXACT if exact else ROUNDED
 
 
 class Norm(NamedTuple):
@@ -258,7 +255,7 @@ def fuse(served_by: Any) -> Fused:
     try:
         served_by.begin([handle], [TOKENS])
         seen = _watched(served_by, layers)
-        most = min(most_off(net), LAYER_ROUNDED)
+        most = EXACT if is_exact(net) else ROUNDED
         for layer in layers:
             if layer in seen and (fused := _fused(layer, seen[layer], served_by, most)) is not None:
                 found.layers[layer] = fused
