@@ -298,7 +298,11 @@ VALUE_ERRORS = [
     ("sparse_gemm", sparse(meta=t(5, 2, dtype=U8)), "meta must have shape [5, 1], got [5, 2]"),
     ("sparse_gemm", sparse(scale_a=t(1)), "scale_a goes with 8-bit operands, a is bfloat16"),
     ("sparse_gemm", sparse(bias=t(4, dtype=BF16)), "bias must have shape [5], got [4]"),
-    ("sparse_gemm", sparse(accumulate="fast"), "accumulate must be precise where a is bfloat16"),
+    (
+        "sparse_gemm",
+        sparse(accumulate="fast"),
+        "accumulate must be precise where a is bfloat16, got fast",
+    ),
     ("sparse_gemm", sparse(out_dtype=F16), "out_dtype must be bfloat16 or float32, got float16"),
 ]
 
