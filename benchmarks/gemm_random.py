@@ -107,7 +107,7 @@ def report(run: Run, kernels: dict[str, str]) -> None:
             f"{run.left_out} rows left out, the budget of {run.args.budget:.0f} s was spent: "
             f"nothing is stored"
         )
-    elif run.args.save:
+    elif run.args.save and not run.args.part:
         store(run, rows, kernels)
 
 

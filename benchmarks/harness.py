@@ -19,6 +19,10 @@ Rules
   inputs, so that no cache holds them.
 - A row or a group of rows may have a bar that it must reach. It prints whether the bar was held.
 - Times are in us, bandwidths in GB/s, compute in GFLOP/s.
+- A run of all rows replaces the lines of its op in benchmarks/results/. A run of some rows (--only,
+  --rows, or a --budget that was spent) is stored with --save alone. It replaces the rows that it
+  measured, each with its peers, date and command, and judges their groups again. If the fastest
+  peer of a stored row did not run, that row stays. A slower peer that did not run leaves the row.
 
 Devices are in devices.py. `Cpu` times a loop of calls. `Cuda` times the replay of a CUDA graph that
 holds the same loop.
@@ -359,9 +363,29 @@ class Group:
     verdict: str
 
 
-def judge_group(name: str, rows: list[Row], bar: Bar) -> Group:
+def judge_groups(rows: list[dict], bars: dict[str, Bar]) -> list[Group]:
+    """The groups of rows with a peer, and each dtype of a group that has several."""
+    groups = []
+    for name in dict.fromkeys(row["group"] for row in rows):
+        rated = [row for row in rows if row["group"] == name and row["ratio"] is not None]
+        if not rated:
+            continue
+        groups.append(judge_group(name, rated, bars.get(name, Bar())))
+        dtypes = list(dict.fromkeys(row["dtype"] for row in rated))
+        for dtype in dtypes if len(dtypes) > 1 else ():
+            part = [row for row in rated if row["dtype"] == dtype]
+            groups.append(judge_group(f"{name}, {dtype} alone", part, Bar()))
+    return groups
+
+
+def is_of(name: str, groups: set[str]) -> bool:
+    """Whether a line of the table of bars is one of these groups, or one dtype of it."""
+    return name in groups or (name.endswith(" alone") and name.rpartition(", ")[0] in groups)
+
+
+def judge_group(name: str, rows: list[dict], bar: Bar) -> Group:
     """Geomean and worst ratio of a group's rows against its bar."""
-    ratios = [row.ratio for row in rows if row.ratio is not None]
+    ratios = [row["ratio"] for row in rows]
     mean, worst = geomean(ratios), min(ratios)
     verdicts = []
     if bar.geomean is not None:
@@ -402,15 +426,19 @@ def arguments(
         "--list", action="store_true", help="print the groups and their rows, measure nothing"
     )
     parser.add_argument("--no-save", action="store_true", help="print only")
-    parser.add_argument("--save", action="store_true", help="store the results of a quick run too")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="store a quick run too, or only the rows that --only, --rows or --budget left in",
+    )
     if more:
         more(parser)
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.save = (args.save or not args.quick) and not (
-        args.only or args.rows or args.no_save or args.list
-    )
+    args.part = bool(args.only or args.rows)
+    args.asked = args.save
+    args.save = (args.save or not (args.quick or args.part)) and not (args.no_save or args.list)
     args.effort = QUICK if args.quick else FULL
     return args
 
@@ -520,16 +548,7 @@ class Run:
             return
         if self.bar is not None:
             self.bar.close()
-        groups = []
-        for name in dict.fromkeys(row.group for row in self.rows):
-            rows = [row for row in self.rows if row.group == name and row.ratio is not None]
-            if not rows:
-                continue
-            groups.append(judge_group(name, rows, group_bars.get(name, Bar())))
-            dtypes = list(dict.fromkeys(row.dtype for row in rows))
-            for dtype in dtypes if len(dtypes) > 1 else ():
-                part = [row for row in rows if row.dtype == dtype]
-                groups.append(judge_group(f"{name}, {dtype} alone", part, Bar()))
+        groups = judge_groups([asdict(row) for row in self.rows], group_bars)
         print()
         for g in groups:
             print(
@@ -542,12 +561,18 @@ class Run:
         others = self.others_percent()
         if others > 5:
             print(f"other programs took {others:.0f}% of the processors: repeat on a quiet machine")
+        stored = self.args.save and (self.args.asked or not self.left_out)
         if self.left_out:
             print(
                 f"{self.left_out} rows left out, the budget of {self.args.budget:.0f} s was "
-                f"spent: nothing is stored"
+                f"spent: {'the others are' if stored else 'nothing is'} stored"
             )
-        elif self.args.save:
+        part = self.args.part or self.left_out
+        if stored and part and not self.takes_parts:
+            print(f"{self.op} is one table of one run: a part of it is not stored")
+        elif stored and part:
+            self._store_part(group_bars)
+        elif stored:
             self._store(groups)
 
     def others_percent(self) -> float:
@@ -566,6 +591,28 @@ class Run:
             "peaks": self.peaks,
             "others_percent": self.others_percent(),
         }
+
+    # Whether a part of the rows may be stored among those of another run.
+    takes_parts = True
+
+    def _store_part(self, group_bars: dict[str, Bar]) -> None:
+        """Stores the rows of this run among those of the op that are stored already."""
+        part = self.stamp() | {"rows": [asdict(row) for row in self.rows], "facts": self.facts}
+        name = self.device.name()
+        stored = results.stored(RESULTS, name).get(self.op)
+        bench, said = results.merged(stored, part)
+        for line in said:
+            print(line)
+        touched = {row.group for row in self.rows}
+        groups = [g for g in bench["groups"] if not is_of(g["group"], touched)]
+        rows = [row for row in bench["rows"] if row["group"] in touched]
+        groups += [asdict(group) for group in judge_groups(rows, group_bars)]
+        order = list(dict.fromkeys(row["group"] for row in bench["rows"]))
+        groups.sort(
+            key=lambda g: next((i for i, of in enumerate(order) if is_of(g["group"], {of})), 0)
+        )
+        path = results.store(RESULTS, name, self.op, bench | {"groups": groups})
+        print(f"{len(self.rows)} rows: {path}; `make results` writes the pages and plots")
 
     def _store(self, groups: list[Group]) -> None:
         bench = self.stamp() | {"rows": [asdict(row) for row in self.rows], "facts": self.facts}

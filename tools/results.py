@@ -57,7 +57,8 @@ Some peers are calls of gpukern itself that lack what the case measures: "causal
 "without bias", "one token", "bfloat16 pages", "ours in bf16", "ours, dense", "gpukern's rule" and "apart".
 "+-" is half the interquartile range of the ratios of single rounds, in percent of the ratio. GPU calls are
 replayed from CUDA graphs unless the case is a whole step. A case is bound by the host if ours or the fastest peer
-waited for the CPU to launch its kernels; the first table counts such cases where the run recorded it.
+waited for the CPU to launch its kernels; the first table counts such cases where the run recorded it. If a later
+run measured some cases of an op again, its date is the first to the last.
 
 Every case, with each peer's time, the clock, the date and the command, is a line of the CSV file of its device:
 
@@ -171,9 +172,11 @@ def _case_table(members: list[dict]) -> list[str]:
     peers = list(dict.fromkeys(name for row in members for name in (*row["peers"], *row["beside"])))
     has_share = any(row.get("share") is not None for row in members)
     has_rate = any(row["rate"] for row in members)
+    dates = list(dict.fromkeys(row["date"] for row in members))
     head = ["case", "dtype", "gpukern, us", *peers, "ratio to the best"]
     head += ["gpukern's rate", "% of roofline"] if has_rate else []
     head += ["of the limit"] if has_share else []
+    head += ["date"] if len(dates) > 1 else []
     lines = [_line(head), _rule(head)]
     for row in members:
         calls, best = row["peers"] | row["beside"], best_peer(row)
@@ -192,6 +195,7 @@ def _case_table(members: list[dict]) -> list[str]:
         cells += (
             [f"{row['share']:.2f}" if row.get("share") is not None else ""] if has_share else []
         )
+        cells += [row["date"]] if len(dates) > 1 else []
         lines.append(_line(cells))
     return lines
 
@@ -394,22 +398,40 @@ def _peak(key: str, value: float) -> str:
     return f"{key} {value / 1e3:.0f} TFLOP/s" if value >= 1e4 else f"{key} {value:.0f} GFLOP/s"
 
 
+def _run(run: dict) -> str:
+    """Versions, date and command of a run."""
+    said = [
+        f"driver {run['driver']}" if run.get("driver") else "",
+        f"torch {run['torch']}",
+        run["date"],
+        f"`{run['command']}`",
+    ]
+    return "; ".join(filter(None, said)) + "."
+
+
+def _of_run(line: dict, run: dict) -> bool:
+    return (line["date"], line["command"]) == (run["date"], run["command"])
+
+
+def _dates(bench: dict) -> str:
+    """The date of a bench, or the first and the last if other runs measured some of its rows."""
+    dates = [bench["date"], *(run["date"] for run in bench.get("later", ()))]
+    return " to ".join(sorted({min(dates), max(dates)}))
+
+
 def _device_part(result: dict, name: str) -> list[str]:
     """The section of one benchmark on a device's full page."""
     bench = result["benches"][name]
-    said = [
-        result["device"],
-        f"driver {bench['driver']}" if bench.get("driver") else "",
-        f"torch {bench['torch']}",
-    ]
-    said += [bench["date"], f"`{bench['command']}`"]
-    parts = [f"## {name}", "; ".join(filter(None, said)) + "."]
+    parts = [f"## {name}", f"{result['device']}; {_run(bench)}"]
     if peaks := ", ".join(_peak(key, value) for key, value in bench["peaks"].items()):
         parts[-1] += f" Measured peaks: {peaks}."
     if bench.get("others_percent", 0) > 5:  # harness.py warns from here on, too
         parts[-1] += (
             f" Other programs took {bench['others_percent']:.0f} % of the processors meanwhile."
         )
+    for run in bench.get("later", ()):
+        own = [row for row in bench["rows"] if _of_run(row, run)]
+        parts.append(f"{len(own)} of {len(bench['rows'])} cases are of another run: {_run(run)}")
     if bench.get("note"):  # about changes since the run
         parts.append(f"Note: {bench['note']}")
     if any(row["rate"] for row in bench["rows"]):
@@ -492,7 +514,7 @@ def _overview(results: list[dict]) -> str:
                 cells = [
                     _named(name),
                     result["device"],
-                    result["benches"][name]["date"],
+                    _dates(result["benches"][name]),
                     str(len(rated)),
                 ]
                 cells += [
@@ -598,6 +620,12 @@ def _errors(row: dict) -> str:
     return "" if row["error"] is None else f"{row['error']:.1e}, {theirs:.1e}"
 
 
+def _models_of(bench: dict, run: dict) -> str:
+    """The models whose steps one run measured."""
+    lines = [line for line in (*bench["rows"], *bench["facts"]) if _of_run(line, run)]
+    return ", ".join(dict.fromkeys(line["group"] for line in lines))
+
+
 def integrations_table(results: list[dict]) -> str:
     """The results of bench_integrations.py, a table for each device. Errors are given only for
     steps that return logits."""
@@ -616,6 +644,11 @@ def integrations_table(results: list[dict]) -> str:
         head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "errors"]
         lines = [
             "; ".join([*said, bench["date"], f"`{bench['command']}`"]) + ".",
+            *(
+                f"{_models_of(bench, run)}: torch {run['torch']}; "
+                f"transformers {run['transformers']}; {run['date']}; `{run['command']}`."
+                for run in bench.get("later", ())
+            ),
             "",
             _line(head),
             _rule(head),

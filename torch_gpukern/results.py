@@ -8,8 +8,11 @@ Benchmarks write the files of benchmarks/results/ with save(). Tools, tests and 
     group   geomean and worst ratio of the cases of a group, and the bar that they must reach
     fact    one figure that is not a ratio of two times
     peak    what the device reached in the same run: GFLOP/s of a dtype, or GB/s of reading
-    run     a property of the run that all lines of its op share: torch, driver, threads, ..
+    run     a property of a run: torch, driver, threads, ..
     device  the first line: the device's name
+
+Each line has the date and the command of its run. Most ops have one run. A run of some rows replaces
+those alone (`merged`), and the properties of both runs remain.
 
 The cells `peers` and `beside` hold several calls, separated by "; ", each as
 `name=us/spread/error/MHz`; unknown figures are empty. `beside` has calls that were timed in the
@@ -36,6 +39,7 @@ NUMBERS = {"spread", "ratio", "ratio_spread", "rate", "roofline_percent", "share
 NUMBERS |= {"clock_mhz", "watts"}
 NEEDED = ("ours", "rate", "roofline_percent")  # what a case needs to be drawn in a roofline
 CALL = ("us", "spread", "error", "clock_mhz")
+LISTS = ("rows", "groups", "facts", "peaks", "later")  # what a bench has beside properties
 
 
 def ratio_of(row: dict[str, Any]) -> float | None:
@@ -95,6 +99,7 @@ def _case(line: dict[str, str]) -> dict[str, Any]:
     row |= {key: line[key] for key in ("best_peer", "bar", "verdict", "host_bound", "note")}
     row |= {"us": float(line["ours"]), "unit": line["rate_unit"]}
     row |= {"peers": _calls(line["peers"]), "beside": _calls(line["beside"])}
+    row |= {"date": line["date"], "command": line["command"]}
     if row["rate"] is not None:
         for call in row["peers"].values():
             call["rate"] = row["rate"] * row["us"] / call["us"]
@@ -103,7 +108,9 @@ def _case(line: dict[str, str]) -> dict[str, Any]:
 
 def load(path: Path) -> dict[str, Any]:
     """The results of one device: {"device": name, "benches": {op: bench}}. A bench has the
-    properties of its run, "peaks", "rows" (the cases), "groups" and "facts".
+    properties of its run, "peaks", "rows" (the cases), "groups" and "facts". If other runs measured
+    some of the rows, "later" has the properties of each. Rows and facts have their own date and
+    command.
 
     Raises:
         ValueError: the file has another form; the text names the line.
@@ -136,6 +143,12 @@ def _take(line: dict[str, str], result: dict[str, Any]) -> None:
         return
     empty: dict[str, Any] = {"date": line["date"], "command": line["command"], "peaks": {}}
     bench = result["benches"].setdefault(op, empty | {"rows": [], "groups": [], "facts": []})
+    run = bench
+    if kind in ("peak", "run") and _run_of(line) != _run_of(bench):
+        later = bench.setdefault("later", [])
+        run = next((of for of in later if _run_of(of) == _run_of(line)), empty)
+        if run is empty:
+            later.append(run)
     if kind == "case":
         needed = NEEDED if line["rate_unit"] else ("ours",)
         if lacking := [name for name in needed if not line[name]]:
@@ -157,28 +170,40 @@ def _take(line: dict[str, str], result: dict[str, Any]) -> None:
             "value": float(line["ours"]),
             "unit": line["unit"],
         }
-        bench["facts"].append(fact | {key: line[key] for key in ("bar", "verdict", "note")})
+        said = ("bar", "verdict", "note", "date", "command")
+        bench["facts"].append(fact | {key: line[key] for key in said})
     elif kind == "peak":
-        bench["peaks"][line["case"]] = float(line["ours"])
+        run["peaks"][line["case"]] = float(line["ours"])
     elif kind == "run":
         value = line["note"]
-        bench[line["case"]] = float(value) if line["case"] == "others_percent" else value
+        run[line["case"]] = float(value) if line["case"] == "others_percent" else value
     else:
         raise ValueError(f"kind must be device, case, group, fact, peak or run, got {kind!r}")
 
 
-def _lines(op: str, bench: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines of one op."""
-    lists = ("rows", "groups", "facts", "peaks")
-    lines = [
-        {"kind": "run", "case": key, "note": value}
-        for key, value in bench.items()
-        if key not in (*lists, "date", "command") and value not in ("", None)
+def _run_of(line: dict[str, Any]) -> tuple[str, str]:
+    """What tells the runs of an op apart."""
+    return line["date"], line["command"]
+
+
+def _properties(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of one run's properties and peaks."""
+    said = {"date": run["date"], "command": run["command"]}
+    lines: list[dict[str, Any]] = [
+        said | {"kind": "run", "case": key, "note": value}
+        for key, value in run.items()
+        if key not in (*LISTS, *said) and value not in ("", None)
     ]
-    for name, peak in bench.get("peaks", {}).items():
+    for name, peak in run.get("peaks", {}).items():
         if isinstance(peak, (int, float)):
             unit = "GB/s" if name == "read" else "GFLOP/s"
-            lines.append({"kind": "peak", "case": name, "ours": float(peak), "unit": unit})
+            lines.append(said | {"kind": "peak", "case": name, "ours": float(peak), "unit": unit})
+    return lines
+
+
+def _lines(op: str, bench: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of one op."""
+    lines = [line for run in (bench, *bench.get("later", ())) for line in _properties(run)]
     for row in map(_as_stored, bench["rows"]):
         line = {key: row.get(key) for key in NUMBERS}
         line |= {"kind": "case", "group": row["group"], "case": row["label"], "dtype": row["dtype"]}
@@ -190,6 +215,7 @@ def _lines(op: str, bench: dict[str, Any]) -> list[dict[str, Any]]:
         }
         line |= {"peers": _cell(row["peers"]), "beside": _cell(row.get("beside", {}))}
         line |= {key: row.get(key, "") for key in ("bar", "verdict", "host_bound", "note")}
+        line |= {key: row[key] for key in ("date", "command") if key in row}
         lines.append(line | {"best_peer": best_peer(row)})
     for group in bench.get("groups", ()):
         line = {
@@ -207,6 +233,7 @@ def _lines(op: str, bench: dict[str, Any]) -> list[dict[str, Any]]:
             "case": fact["label"],
             "ours": float(fact["value"]),
         }
+        line |= {key: fact[key] for key in ("date", "command") if key in fact}
         lines.append(line | {key: fact.get(key, "") for key in ("unit", "bar", "verdict", "note")})
     return [{"op": op, "date": bench["date"], "command": bench["command"]} | line for line in lines]
 
@@ -238,3 +265,64 @@ def store(folder: Path, device: str, op: str, bench: dict[str, Any]) -> Path:
     result["benches"][op] = bench
     save(path, result)
     return path
+
+
+def stored(folder: Path, device: str) -> dict[str, Any]:
+    """The benches in the file of a device; empty without a file."""
+    path = folder / f"{slug(device)}.csv"
+    return load(path)["benches"] if path.exists() else {}
+
+
+def merged(bench: dict[str, Any] | None, part: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A bench with the rows and facts of a run that measured some of them, and what is to be said.
+
+    A row of the same group, case and dtype is replaced as a whole, with its peers: a peer that did
+    not run has no figure of another day beside ours. If it was the fastest, the ratio would rise
+    because it is missing, so the stored row stays. All other rows stay as they are. The groups of
+    the result are those of the bench; whoever measures judges them again.
+    """
+    if bench is None:
+        return part | {"groups": []}, []
+    said: list[str] = []
+    own = {"date": part["date"], "command": part["command"]}
+    same = {"date": bench["date"], "command": bench["command"]}
+    rows = [same | row for row in bench["rows"]]
+    for new in part["rows"]:
+        at = _place(rows, new, ("group", "label", "dtype"))
+        name = f"{new['group']} {new['label']} {new['dtype']}"
+        if at is None:
+            after = [i for i, row in enumerate(rows) if row["group"] == new["group"]]
+            rows.insert(after[-1] + 1 if after else len(rows), new | own)
+            continue
+        missing = [peer for peer in rows[at]["peers"] if peer not in new["peers"]]
+        if best_peer(rows[at]) in missing:
+            said.append(
+                f"{name}: not stored, because {best_peer(rows[at])} did not run: it is the fastest "
+                f"peer of the row of {rows[at]['date']}, which stays"
+            )
+            continue
+        if missing:
+            said.append(f"{name}: stored without {', '.join(missing)}, which did not run")
+        rows[at] = new | own
+    facts = [same | fact for fact in bench["facts"]]
+    for new in part["facts"]:
+        at = _place(facts, new, ("group", "label", "unit"))
+        if at is None:
+            facts.append(new | own)
+        else:
+            facts[at] = new | own
+    # the properties of each run that still has a row or a fact
+    of_run = (
+        {k: v for k, v in run.items() if k not in LISTS or k == "peaks"}
+        for run in (bench, *bench.get("later", ()), part)
+    )
+    runs = {_run_of(run): run for run in of_run}
+    used = {_run_of(line) for line in (*rows, *facts)} or {_run_of(part)}
+    first, *later = (run for key, run in runs.items() if key in used)
+    found = first | {"rows": rows, "facts": facts, "groups": bench["groups"]}
+    return found | ({"later": later} if later else {}), said
+
+
+def _place(lines: list[dict[str, Any]], new: dict[str, Any], keys: tuple[str, ...]) -> int | None:
+    """Where the line with the same keys is; None if there is none."""
+    return next((i for i, line in enumerate(lines) if all(line[k] == new[k] for k in keys)), None)

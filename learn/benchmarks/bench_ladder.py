@@ -233,6 +233,8 @@ def counted(paths: Sequence[Path]) -> list[dict]:
 class LadderRun(Run):
     """A run that stores predictions and counters beside the measurements."""
 
+    takes_parts = False
+
     def _store(self, groups: list) -> None:
         # the folder of the profile is left out
         stamp = self.stamp() | {"command": re.sub(r"\S+/(?=\w+\.csv)", "", self.stamp()["command"])}

@@ -460,7 +460,7 @@ def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_pat
         rows.append(harness.measure(case, FakeDevice(), {"bf16": 1.0, "read": 1.0}, harness.QUICK))
     facts = []
     device = types.SimpleNamespace(kind="cuda", name=lambda: "A GPU")
-    args = types.SimpleNamespace(seed=3, save=True, budget=None)
+    args = types.SimpleNamespace(seed=3, save=True, part=False, budget=None)
     run = types.SimpleNamespace(
         rows=rows,
         facts=facts,
@@ -755,6 +755,59 @@ def test_tokens_by_recipe(bench, monkeypatch, capsys):
     ]
     off = [float(line.split("moved by ")[1].split(" %")[0]) for line in lines]
     assert off[:2] == off[-2:] == [0, 0] and all(0.2 < x < 40 for x in off[2:-2]), off
+
+
+def test_a_run_of_some_rows_stores_them_among_the_others(bench, monkeypatch, tmp_path, capsys):
+    """With --only or --rows, and --save. The groups that they belong to are judged again."""
+    harness = bench("harness")
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    device = FakeDevice()
+    device.peaks, device.name = lambda: {"bf16": 1.0, "read": 1.0}, lambda: "a device"
+    device.driver = lambda: "1"
+    bars = {name: harness.Bar(geomean=1.0) for name in ("a", "b")}
+
+    def run(*words, us=2.0, takes_parts=True):
+        made = harness.Run("fake", harness.arguments("fake", words), device)
+        made.takes_parts = takes_parts
+        for group in ("a", "b"):
+            for label in ("8", "16"):
+                for dtype in ("bf16", "f32"):
+                    case = fake_case(harness, group=group, label=label, dtype=dtype)
+                    case.ours = lambda x: us
+                    device.peaks = lambda: {"bf16": 1.0, "f32": 1.0, "read": 1.0}
+                    made.peaks = device.peaks()
+                    made.add(case)
+        made.finish(bars)
+        return capsys.readouterr().out
+
+    def stored():
+        found = results.stored(tmp_path, "a device")["fake"]
+        times = {(row["group"], row["label"], row["dtype"]): row["us"] for row in found["rows"]}
+        return times, {g["group"]: (g["geomean"], g["verdict"]) for g in found["groups"]}
+
+    run()
+    times, groups = stored()
+    assert set(times.values()) == {2.0} and len(times) == 8
+    assert groups["a"] == (0.5, "missed") and list(groups) == [
+        "a", "a, bf16 alone", "a, f32 alone", "b", "b, bf16 alone", "b, f32 alone"
+    ]  # fmt: skip
+    for words in (["--only", "a"], ["--rows", "8"], ["--only", "a", "--quick"]):
+        run(*words, us=1.0)  # nobody asked for it to be stored
+        assert stored() == (times, groups)
+    run("--only", "a", "--rows", "16 bf16", "--quick", "--save", us=0.5)
+    times, groups = stored()
+    assert {key for key, us in times.items() if us == 0.5} == {("a", "16", "bf16")}
+    assert len(times) == 8 and set(times.values()) == {0.5, 2.0}
+    assert groups["a"][0] == pytest.approx((0.5**3 * 2) ** 0.25, rel=1e-3)
+    assert groups["a, bf16 alone"][0] == 1.0 and groups["a, f32 alone"][0] == 0.5
+    assert groups["b"] == (0.5, "missed") and list(groups)[3] == "b"
+    # a budget that is spent before the first row leaves nothing in
+    assert "the others are stored" in run("--budget", "1e-9", "--save", us=0.1)
+    assert stored()[0] == times
+    said = run("--only", "a", "--save", us=0.25, takes_parts=False)
+    assert "a part of it is not stored" in said and stored()[0] == times
+    run("--save", us=4.0)
+    assert set(stored()[0].values()) == {4.0}
 
 
 @pytest.mark.parametrize("terminal", (True, False))

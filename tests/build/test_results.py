@@ -80,6 +80,7 @@ def row_of(label, us, **peers):
         "unit": "GFLOP/s", "share": None,
         "peers": {name: {"us": peer, "rate": 2e4 / peer} for name, peer in peers.items()}, "roofline_percent": 50.0,
         "beside": {}, "ratio_spread": 0.012, "bar": "", "verdict": "", "host_bound": "",
+        "date": "2027-01-01",
     }  # fmt: skip
 
 
@@ -208,3 +209,86 @@ def test_every_row_states_error_and_roofline(results):
                     continue
                 assert row["error"] < 0.1, row
                 assert all(peer["error"] is not None for peer in row["peers"].values())
+
+
+def run_of(date, rows, facts=(), **more):
+    """A bench of one run."""
+    command = f"python bench.py --only {date}"
+    said = {"date": date, "command": command, "torch": "3", "peaks": {"read": 5e3}}
+    return said | {"rows": rows, "facts": list(facts), "groups": []} | more
+
+
+def measured(label, us, group="a group", **peers):
+    """A row as a benchmark gives it, without a date of its own."""
+    row = row_of(label, us, **peers) | {"group": group}
+    del row["date"]
+    return row
+
+
+def test_a_part_of_the_rows_replaces_those_alone(tmp_path):
+    """Through a file, as a benchmark stores it. The rows that the second run did not measure keep
+    their figures, peers, date and command."""
+    rows = [
+        measured("small", 4.0, fa3=2.0, other=3.0),
+        measured("large", 9.0, fa3=8.0),
+        measured("last", 5.0, "b group", fa3=6.0),
+    ]
+    fact = {"group": "host", "label": "call", "value": 5.0, "unit": "us"}
+    saved.store(tmp_path, "a GPU", "attn", run_of("2027-01-01", rows, [fact], driver="1"))
+    saved.store(tmp_path, "a GPU", "gemm", run_of("2027-01-01", rows))
+    before = saved.stored(tmp_path, "a GPU")
+    new = [measured("small", 1.0, fa3=2.5, other=3.5), measured("new", 7.0, fa3=7.0)]
+    part = run_of("2027-02-02", new, [fact | {"value": 4.0}, fact | {"label": "b"}], driver="2")
+    bench, said = saved.merged(before["attn"], part)
+    path = saved.store(tmp_path, "a GPU", "attn", bench)
+    after = saved.load(path)["benches"]
+    assert said == [] and after["gemm"] == before["gemm"]
+    found = {row["label"]: row for row in after["attn"]["rows"]}
+    assert list(found) == ["small", "large", "new", "last"]
+    assert (
+        found["large"] == before["attn"]["rows"][1] and found["last"] == before["attn"]["rows"][2]
+    )
+    small = found["small"]
+    assert (small["us"], small["ratio"], small["date"]) == (1.0, 2.5, "2027-02-02")
+    assert {name: peer["us"] for name, peer in small["peers"].items()} == {"fa3": 2.5, "other": 3.5}
+    assert [(f["label"], f["value"], f["date"]) for f in after["attn"]["facts"]] == [
+        ("call", 4.0, "2027-02-02"),
+        ("b", 5.0, "2027-02-02"),
+    ]
+    assert (after["attn"]["driver"], after["attn"]["date"]) == ("1", "2027-01-01")
+    (later,) = after["attn"]["later"]
+    assert later["driver"] == "2" and later["peaks"] == {"read": 5e3}
+    text = path.read_text()
+    saved.save(path, saved.load(path))
+    assert path.read_text() == text
+    # the page says which rows are of which day
+    page = tool.full_page({"stem": "a", "device": "a GPU", "benches": after})
+    assert "2 of 4 cases are of another run: driver 2; torch 3; 2027-02-02; " in page
+    assert "| 7 | **7** |  | 1.00x +- 1.2 % | 2857 GFLOP/s | 50 | 2027-02-02 |" in page
+    assert "| 2027-01-01 to 2027-02-02 | 4 |" in tool._overview(
+        [{"stem": "a", "device": "a GPU", "benches": after}]
+    )
+
+
+def test_a_row_is_not_stored_without_its_fastest_peer():
+    """A ratio would rise because that peer is missing. A slower peer that did not run leaves the
+    row with its figure of another day."""
+    bench = run_of("2027-01-01", [measured("small", 4.0, fa3=2.0, other=3.0)])
+    found, (said,) = saved.merged(bench, run_of("2027-02-02", [measured("small", 1.0, other=3.0)]))
+    assert "a group small bf16: not stored, because fa3 did not run" in said
+    assert (
+        found["rows"] == [bench["rows"][0] | {"date": "2027-01-01", "command": bench["command"]}]
+        and "later" not in found
+    )
+    found, (said,) = saved.merged(bench, run_of("2027-02-02", [measured("small", 1.0, fa3=2.2)]))
+    assert said == "a group small bf16: stored without other, which did not run"
+    (row,) = found["rows"]
+    assert list(row["peers"]) == ["fa3"] and row["date"] == "2027-02-02"
+    # no row of the first run remains, so its properties go
+    assert found["date"] == "2027-02-02" and "later" not in found
+
+
+def test_the_first_part_of_an_op_is_stored_as_it_is(tmp_path):
+    part = run_of("2027-01-01", [measured("small", 1.0)])
+    assert saved.stored(tmp_path, "a GPU") == {}
+    assert saved.merged(None, part) == (part, [])
