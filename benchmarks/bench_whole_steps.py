@@ -12,7 +12,8 @@
   `generate`; with a dynamic cache, and with a static cache and a compiled step.
 
 `accelerate` changes functions of transformers for the whole process. So each side is a process of
-its own with its own copy of the model. Both stay alive and measure alternately, one at a time.
+its own with its own copy of the model. Both stay alive. They compile and call a row for the first
+time together, and then measure alternately, one at a time.
 Printed are medians of all calls, half the interquartile range, and the ratio of the medians. In a
 prefill the error is the largest difference between the two sides' logits, over the largest logit.
 """
@@ -181,9 +182,21 @@ def ask(pipe: Connection, what: str, given: object = None):
     return answer
 
 
+def ask_all(pipes: list[Connection], what: str, given: object = None) -> list:
+    """Both sides work at the same time. Takes both answers before one that failed is raised, so that
+    the next question does not meet an answer to this one."""
+    for pipe in pipes:
+        pipe.send((what, given))
+    answers = [pipe.recv() for pipe in pipes]
+    for ok, answer in answers:
+        if not ok:
+            raise Failed(answer)
+    return [answer for _, answer in answers]
+
+
 def measure(row: str, pipes: list[Connection], args: argparse.Namespace) -> list[str]:
-    """The cells of a row."""
-    (ours, our_peak), (theirs, their_peak) = (ask(pipe, "begin", row) for pipe in pipes)
+    """The cells of a row. Both sides compile at the same time, and then measure alternately."""
+    (ours, our_peak), (theirs, their_peak) = ask_all(pipes, "begin", row)
     error = "" if ours is None else f"{abs(ours - theirs).max() / abs(theirs).max():.1e}"
     times: list[list[float]] = [[], []]
     for _ in range(args.rounds):
@@ -204,11 +217,13 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=list(SIZES), default="full")
     parser.add_argument("--rows", nargs="+", metavar="WORD", help="rows with one of these words")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each row and side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each row and side")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each side in a row")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--recipe", help="quantises our side; generate and prefill only")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument(
+        "--csv", type=Path, help="written anew behind each row, so a cut run has some"
+    )
     args = parser.parse_args()
     rows = [r for r in row_names(args.size) if not args.rows or any(w in r for w in args.rows)]
     if args.recipe:
@@ -221,7 +236,7 @@ def main() -> None:
         workers[-1].start()
         there.close()
         pipes.append(here)
-    said = [ask(pipe, "make") for pipe in pipes]
+    said = ask_all(pipes, "make")
     import transformers
 
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"

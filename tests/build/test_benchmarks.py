@@ -30,6 +30,7 @@ def bench(monkeypatch):
         "bench_integrations",
         "bench_model",
         "bench_recipes",
+        "bench_whole_steps",
         "engine",
         "metrics",
         "models",
@@ -808,6 +809,23 @@ def test_a_run_of_some_rows_stores_them_among_the_others(bench, monkeypatch, tmp
     assert "a part of it is not stored" in said and stored()[0] == times
     run("--save", us=4.0)
     assert set(stored()[0].values()) == {4.0}
+
+
+def test_both_sides_of_a_whole_step_begin_before_either_ends(bench):
+    """They compile at the same time. A side that fails leaves no answer of the other in its pipe."""
+    import multiprocessing
+
+    module = bench("bench_whole_steps")
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    here, there = ([pair[i] for pair in pairs] for i in range(2))
+    for pipe, answer in zip(there, ((False, "no kernel"), (True, "the other's"))):
+        pipe.send(answer)
+    with pytest.raises(module.Failed, match="no kernel"):
+        module.ask_all(here, "begin", "prefill")
+    assert [pipe.recv() for pipe in there] == [("begin", "prefill")] * 2
+    for pipe, answer in zip(there, (1, 2)):
+        pipe.send((True, answer))
+    assert module.ask_all(here, "begin", "prefill") == [1, 2]
 
 
 @pytest.mark.parametrize("terminal", (True, False))
