@@ -56,7 +56,7 @@ struct Params {
 };
 
 /* Vectors of each tensor that a thread loads from global memory before it computes. */
-constexpr int AHEAD = 2;
+constexpr int AHEAD = 4;
 
 __device__ __forceinline__ float two_to(float x) { return ex2_approx_ftz(x); }
 __device__ __forceinline__ double two_to(double x) { return exp2(x); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* kl_div_sm90a: the kernel of kl_div.cuh with a cluster of 1, 2, 4 or 8 blocks a row. A block keeps
  * up to KEPT_BYTES of its part of both rows in shared memory, so that the later passes read at most
- * the rest from L2: nothing of 128256 columns in bfloat16, 45 % in float32. Serves gk_kl_div for
+ * the rest from L2: nothing of 128256 columns in bfloat16, half in float32. Serves gk_kl_div for
  * rows of at least LEAST bytes that begin at multiples of 16 bytes and have whole vectors;
  * kl_div.cu serves the others. No workspace. Bound by reading both logits once and writing dlogits.
  */
