@@ -240,6 +240,11 @@ void define_composed(gk::Library &m) {
           "str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor dbias_scaled)");
     m.def("linear_cross_entropy_rows(Tensor x, Tensor weight, Tensor target, " LCE_RULES
           ") -> (Tensor loss, Tensor lse)");
+    m.def("linear_cross_entropy_kept(Tensor x, Tensor weight, Tensor target, " LCE_RULES
+          ") -> (Tensor loss, Tensor lse, Tensor kept)");
+    m.def("linear_cross_entropy_kept_bwd(Tensor grad_loss, Tensor kept, Tensor x, Tensor weight, "
+          "Tensor target, Tensor lse, " LCE_RULES LCE_NEEDS
+          ") -> (Tensor dx, Tensor dweight, Tensor dbias)");
     m.def("linear_cross_entropy_rows_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, "
           "Tensor lse, " LCE_RULES LCE_NEEDS ") -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }

@@ -33,13 +33,18 @@ def assert_grads(got, want, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_linear_log_probs(dtype, temperature):
+@pytest.mark.parametrize("low_memory, hidden", [(True, 16), (False, 16), (False, 4)])
+def test_linear_log_probs(dtype, temperature, low_memory, hidden, monkeypatch):
+    """low_memory=False keeps the gradient of the logits, but not of more rows than dweight's sum
+    has bytes for."""
+    monkeypatch.setattr(chunks, "_MOST_BYTES", 50 * 8 * 6)
     gen = generator("log probs")
-    x, w, b = (leaf(gen, *n, dtype=dtype) for n in ((3, 7, 16), (50, 16), (50,)))
+    x, w, b = (leaf(gen, *n, dtype=dtype) for n in ((3, 7, hidden), (50, hidden), (50,)))
     target = torch.randint(50, (3, 7), generator=gen)
     target[1, 2:4] = -100
     grad = randn(gen, 3, 7)
-    got = gnn.linear_log_probs(x, w, target, b, temperature=temperature)
+    how = {"temperature": temperature, "low_memory": low_memory}
+    got = gnn.linear_log_probs(x, w, target, b, **how)
     got.backward(grad.to(got.dtype))
     ex, ew, eb = exact(x, w, b)
     logp = F.log_softmax((ex @ ew.mT + eb) / temperature, -1)
@@ -53,6 +58,40 @@ def test_linear_log_probs(dtype, temperature):
         atol=1e-4 if got.dtype is torch.float32 else 1e-12,
     )
     assert_grads((x, w, b), (ex, ew, eb), dtype)
+    if not low_memory:
+        with pytest.raises(NotImplementedError, match="it is not twice differentiable"):
+            again = gnn.linear_log_probs(x, w, target, b, **how).sum()
+            once = torch.autograd.grad(again, w, create_graph=True)[0]
+            once.sum().backward()
+
+
+@pytest.mark.parametrize("hidden", [16, 3])
+def test_linear_log_probs_that_keep_the_gradient_of_logits(hidden):
+    gen = generator("log probs", "kept")
+    made = [leaf(gen, *n, dtype=torch.float64) for n in ((7, hidden), (9, hidden), (9,))]
+    target = torch.randint(9, (7,), generator=gen)
+    target[3] = -100
+    assert (chunks.all_rows(made[0], 7) == 7) == (hidden == 16)
+
+    def kept(x, w, b):
+        return gnn.linear_log_probs(x, w, target, b, temperature=1.3, low_memory=False)
+
+    assert gradcheck(kept, made)
+    for i in range(3):  # one gradient alone
+        some = [t if j == i else t.detach() for j, t in enumerate(made)]
+        one, among = (torch.autograd.grad(kept(*t).sum(), t[i])[0] for t in (some, made))
+        torch.testing.assert_close(one, among, rtol=1e-12, atol=1e-14)
+    compiled = torch.compile(kept, fullgraph=True, backend="aot_eager", dynamic=True)
+    want = torch.autograd.grad(kept(*made).sum(), made)
+    for x, y in zip(torch.autograd.grad(compiled(*made).sum(), made), want, strict=True):
+        assert torch.equal(x, y)
+    x = made[0].detach().half() * 1e-2
+    x, w = x.requires_grad_(), made[1].detach().half().requires_grad_()
+    loss = gnn.linear_log_probs(x, w, target, low_memory=False).sum() * 2.0**16
+    grads = torch.autograd.grad(loss, (x, w))  # a gradient scaler's factor overflows in no product
+    again = gnn.linear_log_probs(x, w, target).sum() * 2.0**16
+    for g, h in zip(grads, torch.autograd.grad(again, (x, w)), strict=True):
+        torch.testing.assert_close(g, h, rtol=2e-2, atol=2e-2 * float(h.abs().max()))
 
 
 def divergence(own, other, beta):
@@ -207,8 +246,9 @@ def logps(x, w, target):
     )
 
 
+@pytest.mark.parametrize("low_memory", [True, False])
 @pytest.mark.parametrize("kind", ["sigmoid", "robust", "hinge", "ipo"])
-def test_linear_dpo_loss(kind):
+def test_linear_dpo_loss(kind, low_memory):
     gen = generator("dpo")
     x, w = leaf(gen, 6, 9, 16, dtype=torch.float32), leaf(gen, 40, 16, dtype=torch.float32)
     rx, rw = leaf(gen, 6, 9, 16, dtype=torch.float32), leaf(gen, 40, 16, dtype=torch.float32)
@@ -220,6 +260,7 @@ def test_linear_dpo_loss(kind):
         "label_smoothing": smooth,
         "loss_type": kind,
         "average_log_prob": kind == "ipo",
+        "low_memory": low_memory,
     }
     got = gnn.linear_dpo_loss(x, w, target, rx, rw, **how)
     got.loss.backward()

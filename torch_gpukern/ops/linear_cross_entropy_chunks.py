@@ -16,6 +16,7 @@ turns z into its gradient dz, rounded to x's dtype.
 - `rows` returns each row's loss, and `rows_backward` computes z again: 8 M H V FLOPs. It goes by
   blocks of classes if dweight is wanted, so that each block completes its rows of dweight.
   Otherwise it goes by blocks of rows.
+- `rows_and_gradient` and `kept_rows_backward` are the same for 6 M H V FLOPs: they keep dz.
 - `gradients_by_rows` is the part of `scalar` that does not know the loss. linear_kl_div.py calls it,
   too.
 - `part_of_rows` and `part_of_backward` are the same two functions if weight has only some of the
@@ -38,10 +39,13 @@ __all__ = [
     "Rules",
     "accumulator",
     "gradients_by_rows",
+    "all_rows",
     "kept_rows",
+    "kept_rows_backward",
     "part_of_backward",
     "part_of_rows",
     "rows",
+    "rows_and_gradient",
     "rows_backward",
     "scalar",
     "scaled",
@@ -90,10 +94,15 @@ def kept_rows(x: Tensor, rows):
     rows may be a symbol, so this is an expression without a branch. It is a maximum whose first
     operand is not negative, because torch.export must see from its range that it is a size.
     """
+    return torch.sym_max(torch.sym_min(rows, _rows_of_sum(x)), all_rows(x, rows))
+
+
+def all_rows(x: Tensor, rows):
+    """`rows` if dz of all of them is at most twice as large as dweight's sum, otherwise 0; also an
+    expression without a branch."""
     sums = _rows_of_sum(x)
     too_many = torch.sym_min(torch.sym_max(rows - 2 * sums, 0), 1)
-    all_rows = torch.sym_min(rows, 2 * sums) - 2 * sums * too_many  # 0 if too many
-    return torch.sym_max(torch.sym_min(rows, sums), all_rows)
+    return torch.sym_min(rows, 2 * sums) - 2 * sums * too_many
 
 
 def rows_at_once(x: Tensor, classes: int, most: int) -> int:
@@ -470,6 +479,58 @@ def _backward_by_classes(
             total.add(lambda rows, dz=dz, w=weight[s]: (dz[rows], w))
     if total is not None:
         dx.copy_(total.value if factor is None else total.value.mul_(factor))
+
+
+# ---- each row's loss, with dz kept ---------------------------------------------------------------
+
+
+def rows_and_gradient(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rules: Rules
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss [M], lse [M], dz [M, V] of the sum of losses). The gradient of a row is a multiple of
+    its dz, so that backward needs no logits. If that is too much memory (`all_rows`), dz has no
+    rows."""
+    if all_rows(x, x.shape[0]) < x.shape[0]:
+        return *rows(x, weight, target, bias, rules), x.new_empty(0, weight.shape[0])
+    loss, lse = (x.new_empty(x.shape[0], dtype=accumulator(x)) for _ in range(2))
+
+    def loss_of(some: slice, z: Tensor, dz: Tensor | None) -> None:
+        _loss_and_gradient(z, target[some], rules, loss[some], lse[some], dz)
+
+    _, dz, _ = gradients_by_rows(x, weight, bias, rules, False, True, False, loss_of)
+    return loss, lse, dz
+
+
+def kept_rows_backward(
+    grad: Tensor,
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rules: Rules,
+    need_x: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias) for gradients [M] of the rows' losses, empty if not needed."""
+    (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
+    dx = x.new_empty((m, h) if need_x else 0)
+    dweight = x.new_empty((v, h) if need_weight else 0)
+    dbias = x.new_zeros(v if need_bias else 0, dtype=wide)
+    column = grad[:, None]
+    if need_x:
+        _product(dz, weight, dx, rules)
+        dx.mul_(column) if dx.dtype is wide else dx.copy_(dx * column)
+    if need_weight:
+        each, factor = _without_factor(grad, x)
+        scaled_x = (x * each[:, None]).to(x.dtype)
+        if factor is None:
+            _product(dz.mT, scaled_x, dweight, rules)
+        else:
+            _times_product(dz.mT, scaled_x, dweight, factor, rules)
+    if need_bias:
+        for s in _steps(m, max(1, _COPY_BYTES // (v * wide.itemsize))):
+            dbias += (dz[s] * column[s]).sum(0)
+    return dx, dweight, dbias.to(x.dtype)
 
 
 # ---- some of the classes -------------------------------------------------------------------------
