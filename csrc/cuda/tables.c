@@ -55,7 +55,7 @@ extern const gk_cuda_table gk_glu_fwd_sm90a_table, gk_glu_fwd_table, gk_glu_bwd_
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table,
-    gk_sample_tokens_table, gk_kl_div_table, gk_kl_div_sm90a_table;
+    gk_sample_tokens_table, gk_sample_tokens_sm90a_table, gk_kl_div_table, gk_kl_div_sm90a_table;
 
 /* The features that an attention call may need and not every table has. */
 enum {
@@ -156,6 +156,7 @@ NONE(glu_fwd_sm90a)
 NONE(norm_fwd_sm90a)
 NONE(norm_bwd_sm90a)
 NONE(norm_bwd_ring_sm90a)
+NONE(sample_tokens_sm90a)
 NONE(softmax_fwd_sm90a)
 NONE(softmax_fwd_ring_sm90a)
 NONE(softmax_bwd_sm90a)
@@ -210,7 +211,8 @@ static const gk_cuda_table *const cross_entropy_bwd_tables[] = {&gk_cross_entrop
 static const gk_cuda_table *const dropout_tables[] = {&gk_dropout_table};
 static const gk_cuda_table *const adamw_tables[] = {&gk_adamw_table};
 static const gk_cuda_table *const attn_mask_tables[] = {&gk_attn_mask_table};
-static const gk_cuda_table *const sample_tokens_tables[] = {&gk_sample_tokens_table};
+static const gk_cuda_table *const sample_tokens_tables[] = {&gk_sample_tokens_sm90a_table,
+                                                            &gk_sample_tokens_table};
 static const gk_cuda_table *const kl_div_tables[] = {&gk_kl_div_sm90a_table, &gk_kl_div_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {

@@ -200,6 +200,59 @@ def test_large_vocabularies(vocab, kind, device):
     check(logits, given | penalties_of(gen, rows, vocab), device)
 
 
+@pytest.mark.parametrize("kind", ("smooth", "ties"))
+@pytest.mark.parametrize("rows", (1, 20, 60, 140))
+def test_rows_of_several_blocks(rows, kind, device):
+    """An H200 has 8, 4, 2 blocks or 1 for a row. Rows begin at any alignment; a part may lie in
+    the last vectors alone."""
+    gen = generator("blocks", rows, kind)
+    vocab = 16_387
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)[: 3 if rows < 100 else 1]:
+        logits = logits_of(gen, rows, vocab, kind, dtype)
+        given = settings_of(gen, rows, vocab)
+        given["top_k"] = torch.where(uniform(gen, rows) < 0.2, 5000, given["top_k"])
+        penalties = penalties_of(gen, rows, vocab, slots=3)
+        check(logits, given, device)
+        check(logits, given | penalties, device)
+        penalties["counts"] *= uniform(gen, 3, vocab) < 0.05
+        penalties["prompt"] &= uniform(gen, 3, vocab) < 0.05
+        penalties["drafted"] = integers(gen, -1, vocab, rows, 40)
+        check(logits, given | penalties, device)
+
+
+@pytest.mark.parametrize("rows,vocab", ((1, 262_144), (140, 40_000)))
+def test_counts_of_every_token(rows, vocab, device):
+    """More tokens with penalties than shared memory has room for."""
+    gen = generator("every", rows)
+    logits = logits_of(gen, rows, vocab, "smooth", torch.float32)
+    given = settings_of(gen, rows, vocab) | penalties_of(gen, rows, vocab, slots=2)
+    given["slots"] = integers(gen, 0, 2, rows)
+    given["counts"] += 1
+    check(logits, given, device)
+
+
+def test_penalties_that_are_not_finite(device):
+    """0 times infinity is NaN, so such a penalty changes tokens without a count, too."""
+    gen = generator("penalties")
+    inf, nan = math.inf, math.nan
+    values = vector(inf, -inf, nan, 0, 0, 0, 1, 1, 1)
+    others = vector(0, 0, 0, inf, -inf, nan, inf, -inf, 1)
+    for vocab in (9, 5003):
+        logits = logits_of(gen, 9, vocab, "smooth", torch.float32)
+        given = {
+            "temperature": torch.ones(9).double(),
+            "number": uniform(gen, 9),
+            "counts": (uniform(gen, 2, vocab) < 0.1).int(),
+            "slots": torch.arange(9) % 2,
+            "frequency_penalty": values,
+            "presence_penalty": others,
+        }
+        check(logits, given, device)
+        check(logits, given | {"counts": torch.ones(2, vocab, dtype=torch.int32)}, device)
+        given |= {"frequency_penalty": 0 * vector(*[1] * 9), "presence_penalty": vector(*[0] * 9)}
+        check(logits, given | {"repetition_penalty": values}, device)
+
+
 def test_extreme_values(device):
     """Temperatures, logits and settings at the ends of their types."""
     gen = generator("extreme")
@@ -310,12 +363,12 @@ def test_expanded_tensors(device):
 
 
 def test_counts_at_the_ends_of_int32(device):
-    """Counts that reach the largest int32 with their drafted tokens, and counts below 0. Drafted
-    tokens outside the vocabulary, and counts without rows, change nothing."""
+    """Counts that reach the largest int32 with their drafted tokens or pass it, and counts below 0.
+    Drafted tokens outside the vocabulary, and counts without rows, change nothing."""
     gen = generator("ends")
     logits = logits_of(gen, 6, 9, "smooth", torch.float32)
     one = torch.ones(6, dtype=torch.float64)
-    for value in (2**31 - 3, -1, -(2**31)):
+    for value in (2**31 - 3, 2**31 - 1, -1, -(2**31)):
         given = {
             "temperature": one,
             "number": uniform(gen, 6),

@@ -1,0 +1,391 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* sample_shared.cuh: the arguments of sample_tokens' kernel, its shared memory, and what the
+ * threads of a block do together: sums, histograms, and the choice of a bin. sample_tokens.cuh uses
+ * it for a row.
+ *
+ * A row has one block or a cluster of blocks (CLUSTER). Blocks of a cluster each have a part of the
+ * row and exchange sums by reading each other's shared memory. Every block then computes the same
+ * results from the same integers. */
+#ifndef GPUKERN_CUDA_ROWS_SAMPLE_SHARED_CUH
+#define GPUKERN_CUDA_ROWS_SAMPLE_SHARED_CUH
+
+#include "../../formats/sample_weight.h"
+#include "../host/launch.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/cluster_reads.cuh"
+#include "../ptx/smem.cuh"
+#include "gpukern_sample.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <type_traits>
+
+namespace {
+
+enum {
+    THREADS = 512, /* 128 registers a thread: four exponentials side by side need more than 64 */
+    WARPS = THREADS / 32,
+    BINS = 2048,
+    BINS_EACH = BINS / THREADS, /* of a thread in a scan */
+    DRAFTED = 16,               /* drafted tokens in shared memory */
+    MOST_CHUNKS = THREADS
+};
+constexpr unsigned ALL = 0xffffffffu;
+constexpr int64_t NO_KEY = INT64_MAX;
+constexpr float MARGIN = 1e-4f; /* of x in float32: 31 times 2^-21 is 1.5e-5 */
+__constant__ double powers[32] = GK_SAMPLE_TABLE;
+
+/* ---- parameters ------------------------------------------------------------------------------ */
+/* [R] float64 or float32; data NULL: not given. */
+struct Numbers {
+    const void *data;
+    int64_t stride;
+    bool wide;
+};
+/* [R] or [R, D] int64 or int32 */
+struct Integers {
+    const void *data;
+    int64_t stride, last_stride;
+    bool wide;
+};
+
+struct Params {
+    const void *logits;
+    int64_t row_stride;
+    int v;
+    Numbers temperature, number, top_p, min_p, presence, frequency, repetition;
+    Integers top_k, slots, drafted;
+    int num_drafted;
+    const int32_t *counts;
+    const uint8_t *prompt;
+    int64_t num_slots, counts_stride, prompt_stride;
+    int64_t *out;
+    uint8_t *error_word;
+    int blocks;              /* of a row */
+    int groups, most_values; /* room for changed tokens in shared memory (changed tokens) */
+};
+
+__device__ __forceinline__ double number_of(const Numbers &x, int row, double otherwise) {
+    if (!x.data) return otherwise;
+    return x.wide ? ((const double *)x.data)[row * x.stride]
+                  : (double)((const float *)x.data)[row * x.stride];
+}
+__device__ __forceinline__ int64_t integer_of(const Integers &x, int64_t at) {
+    return x.wide ? ((const int64_t *)x.data)[at] : (int64_t)((const int32_t *)x.data)[at];
+}
+
+/* ---- shared memory --------------------------------------------------------------------------- */
+struct Histogram {
+    alignas(16) uint32_t count[BINS];
+    alignas(16) uint32_t low[BINS], high[BINS]; /* the words of the sums */
+};
+struct Chunks {
+    int64_t sum[MOST_CHUNKS]; /* weights of keys below the last one */
+    int equal[MOST_CHUNKS];   /* tokens with the last key */
+};
+
+/* The tokens between two keys, and what comes before them in the order of x. */
+struct Group {
+    int64_t low, high; /* keys */
+    int64_t before_sum;
+    int before, count;
+    int bin; /* of the first histogram */
+};
+
+/* The tokens that stay: those whose key is below `last`, and of those with that key the first
+ * `room`. total: their weights. */
+struct Bound {
+    int64_t last, total;
+    int room;
+};
+
+/* The facts of a row that its passes need. Every pass reads them anew, so that they take no
+ * registers in between. */
+struct Facts {
+    double largest, inverse, least; /* max y, 1 / temperature, min_p 2^43 */
+    double lowest;                  /* a token with an x below it has no weight */
+    double bins;                    /* of the first histogram in a unit of x; a power of two */
+    float largest32, inverse32;
+    bool in_float; /* float32 can hold x, and what it is made of */
+};
+
+/* What a block tells the other blocks of its row. */
+struct alignas(16) Mail {
+    int64_t word[4];
+};
+
+template <int ROOM> struct Shared {
+    static constexpr int LISTED = ROOM; /* keys in the list */
+    Histogram all;                      /* of the block's part of the row */
+    union {
+        Histogram part;
+        Chunks chunks;
+    };
+    alignas(16) int64_t list[LISTED];
+    double table[32];
+    Mail mail[2];
+    int64_t wide[WARPS], wide2[WARPS];
+    int narrow[WARPS];
+    double real[WARPS];
+    double presence, frequency, repetition;
+    int64_t drafted[DRAFTED];
+    Facts facts;
+    Group chosen;
+    Bound keep;
+    int listed, in_list; /* the bin whose keys the list has, and their number */
+    int bin, equal_before;
+    int values, listed_values; /* taken places of changed tokens, and those that have one */
+    int64_t place, slot;
+    double share; /* what choose() goes by */
+    int most;
+    int most_likely;
+    bool whole; /* the list has all tokens before the bin, too */
+};
+
+/* Changed tokens are those of the block's part with a count, a mark or a draft. Their y after
+ * penalties follow Shared, for p.groups groups and p.most_values values. A group is 128 tokens (64
+ * of float64) that a warp loads at once.
+ *
+ *   uint4 masks[groups]      word e has a bit for element e of each lane's vector
+ *   int first[groups]        place of the group's first value, in the order of words and bits
+ *   double values[most_values] */
+enum {
+    NONE = -1, /* in first: no token of the group changed */
+    FULL = -2  /* there was no room: the y of all tokens of the group are computed anew */
+};
+
+/* ---- reductions of a block ------------------------------------------------------------------- */
+/* Every thread gets its exclusive prefix sums, and the totals. */
+template <class S>
+__device__ __forceinline__ void scan(S &s, int &count, int64_t &sum, int &counts, int64_t &sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int own = count;
+    const int64_t own_sum = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int n = __shfl_up_sync(ALL, count, d);
+        const int64_t w = __shfl_up_sync(ALL, sum, d);
+        if (lane >= d) {
+            count += n;
+            sum += w;
+        }
+    }
+    __syncthreads(); /* the last call has read its words */
+    if (lane == 31) {
+        s.narrow[warp] = count;
+        s.wide[warp] = sum;
+    }
+    __syncthreads();
+    int n = lane < WARPS ? s.narrow[lane] : 0;
+    int64_t w = lane < WARPS ? s.wide[lane] : 0;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int m = __shfl_up_sync(ALL, n, d);
+        const int64_t u = __shfl_up_sync(ALL, w, d);
+        if (lane >= d) {
+            n += m;
+            w += u;
+        }
+    }
+    counts = __shfl_sync(ALL, n, 31);
+    sums = __shfl_sync(ALL, w, 31);
+    const int n_before = __shfl_sync(ALL, n, warp ? warp - 1 : 0);
+    const int64_t w_before = __shfl_sync(ALL, w, warp ? warp - 1 : 0);
+    count += (warp ? n_before : 0) - own;
+    sum += (warp ? w_before : 0) - own_sum;
+}
+
+__device__ __forceinline__ int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The least of `low` and the largest of `high` over a block. */
+template <class S> __device__ __forceinline__ void range(S &s, int64_t &low, int64_t &high) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        low = lower(low, __shfl_xor_sync(ALL, low, d));
+        high = -lower(-high, -__shfl_xor_sync(ALL, high, d));
+    }
+    __syncthreads();
+    if (lane == 0) {
+        s.wide[warp] = low;
+        s.wide2[warp] = high;
+    }
+    __syncthreads();
+    low = s.wide[lane % WARPS];
+    high = s.wide2[lane % WARPS];
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+        low = lower(low, __shfl_xor_sync(ALL, low, d));
+        high = -lower(-high, -__shfl_xor_sync(ALL, high, d));
+    }
+}
+
+/* ---- the blocks of a row --------------------------------------------------------------------- */
+/* Waits for all threads of the row. They then see each other's shared memory. */
+template <bool CLUSTER> __device__ __forceinline__ void sync_row() {
+    if constexpr (CLUSTER)
+        barrier_cluster_ordered();
+    else
+        __syncthreads();
+}
+
+/* 16 bytes at `at`, which is in this block's shared memory, of block `rank`. */
+__device__ __forceinline__ uint4 of_peer(const void *at, int rank) {
+    return ld_cluster_128(mapa(cvta_to_shared(at), (unsigned)rank));
+}
+
+__device__ __forceinline__ int64_t word_of(uint32_t low, uint32_t high) {
+    return (int64_t)high << 32 | low;
+}
+
+/* Calls f(rank, mail) in every thread for each block of the row, in the order of ranks. `turn`
+ * alternates between two places: a block that has passed the barrier of one exchange may write the
+ * next while another still reads. */
+template <bool CLUSTER, class S, class F>
+__device__ __forceinline__ void exchange(S &s, int blocks, int &turn, const Mail &own, F f) {
+    if constexpr (!CLUSTER) {
+        f(0, own);
+    } else {
+        if (threadIdx.x == 0) s.mail[turn] = own;
+        barrier_cluster_ordered();
+#pragma unroll 1
+        for (int r = 0; r < blocks; ++r) {
+            const uint4 a = of_peer(&s.mail[turn].word[0], r);
+            const uint4 b = of_peer(&s.mail[turn].word[2], r);
+            f(r,
+              Mail{{word_of(a.x, a.y), word_of(a.z, a.w), word_of(b.x, b.y), word_of(b.z, b.w)}});
+        }
+        turn ^= 1;
+    }
+}
+
+/* ---- histograms ------------------------------------------------------------------------------ */
+__device__ __forceinline__ void clear(Histogram &h) {
+    for (int i = threadIdx.x; i < BINS; i += THREADS) h.count[i] = h.low[i] = h.high[i] = 0;
+    __syncthreads();
+}
+
+__device__ __forceinline__ void add(Histogram &h, int bin, uint32_t count, int64_t weight) {
+    const uint32_t low = (uint32_t)weight;
+    atomicAdd(&h.count[bin], count);
+    const uint32_t old = atomicAdd(&h.low[bin], low);
+    const uint32_t high = (uint32_t)(weight >> 32) + (old + low < old);
+    if (high) atomicAdd(&h.high[bin], high);
+}
+
+/* Adds N tokens of each lane. All lanes of a warp call it. Equal logits would make all lanes wait
+ * for one bin. The N sums are on their way together. */
+template <bool WEIGHTS, int N>
+__device__ __forceinline__ void add_of_warp(Histogram &h, const bool (&has)[N], const int (&bin)[N],
+                                            int64_t (&weight)[N]) {
+    uint32_t count[N], old[N];
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        const unsigned lanes = __ballot_sync(ALL, has[e]);
+        const int leader = __ffs(lanes | 1u << 31) - 1;
+        const int common = __shfl_sync(ALL, bin[e], leader);
+        const bool alike = __all_sync(ALL, !has[e] || bin[e] == common);
+        count[e] = has[e];
+        if (alike) {
+            count[e] = (int)(threadIdx.x % 32) == leader ? (uint32_t)__popc(lanes) : 0;
+            if (WEIGHTS) {
+                int64_t sum = has[e] ? weight[e] : 0;
+#pragma unroll
+                for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
+                weight[e] = sum;
+            }
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        if (!count[e]) continue;
+        atomicAdd(&h.count[bin[e]], count[e]);
+        if (WEIGHTS) old[e] = atomicAdd(&h.low[bin[e]], (uint32_t)weight[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        if (!WEIGHTS || !count[e]) continue;
+        const uint32_t low = (uint32_t)weight[e];
+        const uint32_t high = (uint32_t)(weight[e] >> 32) + (old[e] + low < old[e]);
+        if (high) atomicAdd(&h.high[bin[e]], high);
+    }
+}
+
+/* Chooses the last bin whose first token stays: fewer than s.most tokens come before it, with a
+ * sum below s.share. The first token of a group stays in any case. s.chosen is the group that the
+ * histogram is of. CLUSTER: the histogram is the sum of those of all blocks. Sets bin, before,
+ * before_sum and count of s.chosen. */
+template <bool CLUSTER, class S>
+__device__ __forceinline__ void choose(S &s, const Histogram &h, int blocks) {
+    sync_row<CLUSTER>(); /* the histogram is complete */
+    int count[BINS_EACH], before = 0, all;
+    int64_t sum[BINS_EACH], before_sum = 0, all_sum;
+    const int first = BINS_EACH * threadIdx.x;
+    static_assert(BINS_EACH % 4 == 0, "bins of a thread are read 4 at a time");
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) {
+        count[i] = 0;
+        sum[i] = 0;
+    }
+#pragma unroll 1
+    for (int r = 0; r < (CLUSTER ? blocks : 1); ++r) {
+#pragma unroll
+        for (int i = 0; i < BINS_EACH; i += 4) {
+            uint4 n, low, high;
+            if constexpr (CLUSTER) {
+                n = of_peer(&h.count[first + i], r);
+                low = of_peer(&h.low[first + i], r);
+                high = of_peer(&h.high[first + i], r);
+            } else {
+                n = *(const uint4 *)&h.count[first + i];
+                low = *(const uint4 *)&h.low[first + i];
+                high = *(const uint4 *)&h.high[first + i];
+            }
+            count[i] += (int)n.x;
+            count[i + 1] += (int)n.y;
+            count[i + 2] += (int)n.z;
+            count[i + 3] += (int)n.w;
+            sum[i] += word_of(low.x, high.x);
+            sum[i + 1] += word_of(low.y, high.y);
+            sum[i + 2] += word_of(low.z, high.z);
+            sum[i + 3] += word_of(low.w, high.w);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) {
+        before += count[i];
+        before_sum += sum[i];
+    }
+    if (threadIdx.x == 0) s.bin = -1;
+    scan(s, before, before_sum, all, all_sum);
+    const int from = s.chosen.before, most = s.most;
+    const double share = s.share;
+    before += from;
+    before_sum += s.chosen.before_sum;
+    int mine = -1, found_before = 0, found_count = 0;
+    int64_t found_sum = 0;
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) {
+        if (count[i] && (before == from || (before < most && (double)before_sum < share))) {
+            mine = first + i;
+            found_before = before;
+            found_sum = before_sum;
+            found_count = count[i];
+        }
+        before += count[i];
+        before_sum += sum[i];
+    }
+    if (mine >= 0) atomicMax(&s.bin, mine);
+    __syncthreads();
+    if (mine >= 0 && s.bin == mine) {
+        s.chosen.bin = mine;
+        s.chosen.before = found_before;
+        s.chosen.before_sum = found_sum;
+        s.chosen.count = found_count;
+    }
+    __syncthreads();
+}
+
+} // namespace
+
+#endif
