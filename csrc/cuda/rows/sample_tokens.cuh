@@ -20,7 +20,7 @@
  * falls. A weight is an integer below 2^44, so sums in any order agree, and a row's token does not
  * depend on how many blocks it has. A histogram has its sums in two words, because shared memory
  * adds 64 bits only by compare and swap. Blocks of a cluster read each other's maxima, histograms,
- * lists and sums (sample_shared.cuh).
+ * lists and sums (sample_tokens_shared.cuh).
  *
  * A pass that looks for few tokens compares x in float32 first. Weights are computed for all
  * elements of a vector side by side, because one exponential is a chain of 20 dependent operations.
@@ -30,7 +30,7 @@
 #ifndef GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_CUH
 #define GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_CUH
 
-#include "sample_shared.cuh"
+#include "sample_tokens_shared.cuh"
 
 namespace {
 
@@ -287,14 +287,17 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             load_into(x.logits.v, logits, j, true);
             load_into(x.count, counts, j, counts_aligned);
             if (!prompt) return x;
-            typedef std::conditional_t<VEC == 2, uint16_t, uint32_t> Word;
             const int first = token_of(j, 0);
-            if (prompt_aligned && first >= 0 && first + VEC <= p.v)
-                x.marks = *(const Word *)(prompt + first);
-            else
+            if (prompt_aligned && first >= 0 && first + VEC <= p.v) {
+                if constexpr (VEC == 2)
+                    x.marks = *(const uint16_t *)(prompt + first);
+                else
+                    x.marks = *(const uint32_t *)(prompt + first);
+                return x;
+            }
 #pragma unroll
-                for (int e = 0; e < VEC; ++e)
-                    if (there(first + e)) x.marks |= (uint32_t)prompt[first + e] << 8 * e;
+            for (int e = 0; e < VEC; ++e)
+                if (there(first + e)) x.marks |= (uint32_t)prompt[first + e] << 8 * e;
             return x;
         };
         /* penalties that are not finite change each token: 0 times infinity is NaN */

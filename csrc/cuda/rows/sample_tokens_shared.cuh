@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sample_shared.cuh: the arguments of sample_tokens' kernel, its shared memory, and what the
+/* sample_tokens_shared.cuh: the arguments of sample_tokens' kernel, its shared memory, and what the
  * threads of a block do together: sums, histograms, and the choice of a bin. sample_tokens.cuh uses
  * it for a row.
  *
  * A row has one block or a cluster of blocks (CLUSTER). Blocks of a cluster each have a part of the
  * row and exchange sums by reading each other's shared memory. Every block then computes the same
  * results from the same integers. */
-#ifndef GPUKERN_CUDA_ROWS_SAMPLE_SHARED_CUH
-#define GPUKERN_CUDA_ROWS_SAMPLE_SHARED_CUH
+#ifndef GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_SHARED_CUH
+#define GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_SHARED_CUH
 
 #include "../../formats/sample_weight.h"
 #include "../host/launch.cuh"
@@ -18,7 +18,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <type_traits>
 
 namespace {
 
