@@ -419,7 +419,7 @@ def test_gated_units(n, dtype, device):
 @pytest.mark.parametrize("approximate", (None, "none", "tanh"), ids=str)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_gates_beside_wild_ones(dtype, approximate, device):
-    """NaN and inf affect their own element alone. The activation of -inf may be NaN or 0."""
+    """NaN and inf affect their own element alone."""
 
     def gated(gate, up):
         return gk.geglu(gate, up, approximate=approximate) if approximate else gk.swiglu(gate, up)
@@ -435,6 +435,94 @@ def test_gates_beside_wild_ones(dtype, approximate, device):
         assert dgate[:, 1:5].tolist() == [[1.0, 0.0, 1.0, 0.0]] * 8
         for x in (out, dgate, dup):
             assert x[:, 3:].isfinite().all()
+
+
+def ends_of(gen, rows, n, dtype):
+    """Gates: numbers, NaN, infinities and the largest of the dtype. Factors: numbers, NaN and
+    infinities, but 1 beside the lowest gate, of which some kernels make -1e-16 and others -0."""
+    most = torch.finfo(dtype).max
+
+    def drawn(*ends):
+        x = randn(gen, rows, n, dtype=torch.float64).clamp(-3, 3)
+        ends = torch.tensor(ends, dtype=x.dtype)[
+            torch.randint(0, len(ends), x.shape, generator=gen)
+        ]
+        return torch.where(torch.rand(x.shape, generator=gen) < 0.34, ends, x).to(dtype)
+
+    gate = drawn(math.nan, math.inf, -math.inf, most, -most, 0.0, -0.0)
+    factors = (drawn(math.nan, math.inf, -math.inf, 1.0, 1.0, 1.0) for _ in range(2))
+    return gate, *(torch.where(gate == -most, 1.0, x.double()).to(dtype) for x in factors)
+
+
+def assert_same_ends(out, want, dtype):
+    """NaN and infinite where `want`, in float64, is so in the dtype, and near it elsewhere."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    want = want.to(wide).to(dtype)
+    assert torch.equal(out.isnan(), want.isnan())
+    assert torch.equal(out[out.isinf()], want[want.isinf()])
+    a, b = (x[want.isfinite()].double() for x in (out, want))
+    u = torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 64)
+    assert ((a - b).abs() <= u * (1 + b.abs())).all()
+
+
+def slope_at(activation, x):
+    """The derivative in float64; beyond +-1000 that at +-1000 (docs/numerics.md)."""
+    x = torch.where(x.isnan(), x, x.clamp(-1000, 1000)).requires_grad_()
+    return torch.autograd.grad(activation(x).sum(), x)[0]
+
+
+GATES = {
+    "silu": (gk.swiglu, F.silu),
+    "gelu": (gk.geglu, F.gelu),
+    "gelu_tanh": (
+        lambda g, u=None: gk.geglu(g, u, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_at_their_ends(dtype, name, device):
+    """silu and gelu of -inf are NaN, as in PyTorch: in whole vectors of 16 bytes, in tails, in
+    rows of any alignment, in a small call (which has a kernel of its own) and in a large one."""
+    ours, activation = GATES[name]
+    gen = generator("ends", name, str(dtype))
+    for rows, n, offset in ((3, 64, 0), (3, 64, 1), (5, 37, 0), (2, 8, 0), (64, 4096, 0)):
+        gate, up, grad = ends_of(gen, rows, n, dtype)
+        g, u, d = (
+            x.new_full((rows, n + 3), math.nan, device=device)[:, offset : offset + n].copy_(x)
+            if offset
+            else x.to(device)
+            for x in (gate, up, grad)
+        )
+        g, u = g.detach().requires_grad_(), u.detach().requires_grad_()
+        out = ours(g, u)
+        assert_same_ends(out.cpu(), activation(gate.double()) * up.double(), dtype)
+        dgate, dup = torch.autograd.grad(out, (g, u), d)
+        slope = slope_at(activation, gate.double())
+        assert_same_ends(dgate.cpu(), grad.double() * up.double() * slope, dtype)
+        assert_same_ends(dup.cpu(), grad.double() * activation(gate.double()), dtype)
+        if offset == 0:
+            both = torch.cat((g, u), -1)
+            assert torch.equal(ours(both).nan_to_num(77.0), out.nan_to_num(77.0))
+
+
+@pytest.mark.parametrize("approximate", ("none", "tanh"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_with_dropout_at_its_ends(dtype, approximate, device):
+    gen = generator("ends", "dropout", str(dtype), approximate)
+    for rows, n in ((3, 64), (3, 37)):
+        x, *_ = ends_of(gen, rows, n, dtype)
+        laid = x.to(device).requires_grad_()
+        out = gk.bias_gelu_dropout(laid, None, 0.0, approximate=approximate)
+
+        def gelu(y):
+            return F.gelu(y, approximate=approximate)
+
+        assert_same_ends(out.cpu(), gelu(x.double()), dtype)
+        (dx,) = torch.autograd.grad(out, laid, torch.ones_like(out))
+        assert_same_ends(dx.cpu(), slope_at(gelu, x.double()), dtype)
 
 
 def rope_statement(q, k, cos, sin, positions, interleaved):

@@ -58,7 +58,9 @@ __device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, in
 #pragma unroll
         for (int v = 0; v < V; ++v) y[v] = to_acc(more.v[v]) * slope[v];
     } else if constexpr (FORM == FORWARD && sizeof(T) == 2) {
+        const unsigned lowest = act_lowest(y);
         activate_16<V>(p.activation, y);
+        act_put_nan(p.activation, lowest, y);
     } else if constexpr (FORM == FORWARD) {
 #pragma unroll
         for (int v = 0; v < V; ++v) y[v] = activate(p.activation, y[v]);

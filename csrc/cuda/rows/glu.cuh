@@ -8,7 +8,8 @@
  * glu_sm90a.cu instantiate the kernel.
  *
  * Work split: a thread takes 16-byte vectors of rows. If rows are not whole vectors that start at
- * multiples of 16 bytes, it takes one element. No workspace. Memory bandwidth bounds the time. */
+ * multiples of 16 bytes, it takes one element. No workspace. Memory bandwidth bounds the time.
+ * act(-inf) is NaN in both, as in PyTorch. */
 #ifndef GPUKERN_CUDA_ROWS_GLU_CUH
 #define GPUKERN_CUDA_ROWS_GLU_CUH
 
@@ -44,7 +45,9 @@ __device__ __forceinline__ void glu_values(gk_activation activation, const RowSo
     if constexpr (BACKWARD) {
         W slope[V];
         if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+            const unsigned lowest = act_lowest(x);
             activate_and_slope_16<V>(activation, x, slope);
+            act_put_nan(activation, lowest, x);
         } else {
 #pragma unroll
             for (int v = 0; v < V; ++v) {
@@ -60,7 +63,9 @@ __device__ __forceinline__ void glu_values(gk_activation activation, const RowSo
         }
     } else {
         if constexpr (sizeof(T) == 2 && V % 2 == 0) {
+            const unsigned lowest = act_lowest(x);
             activate_16<V>(activation, x);
+            act_put_nan(activation, lowest, x);
         } else {
 #pragma unroll
             for (int v = 0; v < V; ++v) x[v] = glu_value(activation, x[v]);

@@ -77,6 +77,24 @@ __device__ __forceinline__ void act_gelu_slope_2(float &x, float &y, float &dx, 
     y = max_nan(y, 0.f) - w * above;
 }
 
+/* The fast forms limit a value before they multiply by it, so that they make 0 of -inf. silu and
+ * gelu of -inf are -inf times 0, NaN, in PyTorch and in the exact forms. act_lowest gives a bit for
+ * each value that is -inf; act_put_nan makes them NaN after the activation. */
+template <int N> __device__ __forceinline__ unsigned act_lowest(const float (&v)[N]) {
+    unsigned lowest = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) lowest |= (unsigned)(v[i] == -INFINITY) << i;
+    return lowest;
+}
+
+template <int N>
+__device__ __forceinline__ void act_put_nan(gk_activation activation, unsigned lowest,
+                                            float (&v)[N]) {
+    if (!lowest || activation == GK_ACT_NONE || activation == GK_ACT_RELU) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[i] = lowest >> i & 1 ? NAN : v[i];
+}
+
 /* v: values, which become their activations; slope: the derivatives. For relu, v may also be the
  * output. The activation is chosen outside the loops, as in activate_16. N is even. */
 template <int N>
