@@ -2,6 +2,7 @@
 """`gpukern serve`: its arguments, what is missing by name, a model's directory."""
 
 import builtins
+import json
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from serving import all_free, prompts_of, run
 
 from torch_gpukern.cli.commands import main
-from torch_gpukern.serve import Engine, Request, TransformersModel, extras, loading
+from torch_gpukern.serve import Engine, Request, TransformersModel, extras, loading, sampling
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
@@ -46,6 +47,21 @@ def test_directories_are_refused_by_name(tmp_path, capsys, model_dir):
     assert "has no tokenizer that transformers can load" in capsys.readouterr().err
     assert main(["serve", str(model_dir), "--device", "tpu"]) == 1
     assert "device is tpu" in capsys.readouterr().err
+
+
+def test_too_large_a_vocabulary_is_refused_before_weights_are_read(tmp_path, capsys, model_dir):
+    """sample_tokens takes 2^20 - 1 tokens. The copy has no weights, so whoever reads them fails."""
+    for path in model_dir.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((model_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 2**20}))
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "the model's vocabulary has 1,048,576 tokens" in said and "1,048,575" in said
+    sampling.Sampler(1, 2**20 - 1, torch.device("cpu"))
+    with pytest.raises(ValueError, match="vocabulary has 1,048,576 tokens"):
+        sampling.Sampler(1, 2**20, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("missing", ("starlette", "uvicorn", "prometheus_client", "transformers"))

@@ -19,6 +19,7 @@ from .extras import MODELS, need
 from .models import TransformersModel
 from .probe import served
 from .random_models import random_llama
+from .sampling import check_vocabulary
 from .shards import shard
 from .tokenizer import Bytes, Tokenizer
 
@@ -102,7 +103,8 @@ def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
     Norms and MLPs are patched.
 
     Raises:
-        ValueError: no directory, no config.json, no tokenizer, a model of another kind.
+        ValueError: no directory, no config.json, no tokenizer, too large a vocabulary, a model of
+            another kind.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -119,6 +121,8 @@ def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
         raise ValueError(
             f"{directory} has no tokenizer that transformers can load: {first_line(error)}"
         ) from None
+    config = transformers.AutoConfig.from_pretrained(directory)
+    check_vocabulary(config.get_text_config().vocab_size)  # before any weight is read
     net = network(transformers, directory, dtype)
     return Loaded(net, Tokenizer(tokenizer), end_tokens(net, tokenizer))
 

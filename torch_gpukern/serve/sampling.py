@@ -20,6 +20,17 @@ from .counts import Counts
 from .request import Request, Scores
 from .transfer import moved, on_device
 
+MOST_TOKENS = 2**20 - 1  # of a vocabulary: sample_tokens takes no more (csrc/api/sample_tokens.c)
+
+
+def check_vocabulary(vocab: int) -> None:
+    """Raises ValueError if tokens of such a vocabulary cannot be drawn."""
+    if vocab > MOST_TOKENS:
+        raise ValueError(
+            f"the model's vocabulary has {vocab:,} tokens; serve draws from at most "
+            f"{MOST_TOKENS:,}, because sample_tokens takes no more"
+        )
+
 
 class Place(NamedTuple):
     """A row of logits: whose it is, the position of its token, the drafted tokens before it."""
@@ -39,6 +50,7 @@ class Sampler:
     """Draws the tokens of a step, and keeps the counts that penalties need."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        check_vocabulary(vocab)
         self.vocab, self.device = vocab, device
         self.counts = Counts(slots, vocab, device)
 
