@@ -9,12 +9,12 @@
 
 #include <cuda_runtime.h>
 
-/* More than 48 KiB of shared memory a block must be allowed once per kernel and device. `asked`
- * has a bit per device. */
+/* More than 48 KiB of shared memory a block, its static part included, must be allowed once per
+ * kernel and device. Static parts are below 8 KiB. `asked` has a bit per device. */
 inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t device,
                               size_t smem_bytes) {
     const uint64_t bit = uint64_t(1) << (device & 63);
-    if (smem_bytes <= 48 * 1024 || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & bit))
+    if (smem_bytes <= 40 * 1024 || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & bit))
         return cudaSuccess;
     /* The call loads the kernel's module, which a capture in this thread would forbid. */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
