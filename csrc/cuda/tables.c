@@ -71,6 +71,7 @@ enum {
  * contain all of `needs` and nothing beyond `allows`. */
 #define FLASH_ATTN_FWD(X)                                           \
     X(flash_attn_fwd_masked_sm90a, SCORES, SCORES | PARTIAL)        \
+    X(flash_attn_fwd_masked_wide_sm90a, SCORES, SCORES | PARTIAL)   \
     X(flash_attn_fwd_scores_sm80, SCORES, SCORES | DROPS | PARTIAL) \
     X(flash_attn_fwd_partial_sm90a, PARTIAL, PARTIAL)               \
     X(flash_attn_fwd_sm90a, 0, PARTIAL)                             \
@@ -132,6 +133,7 @@ NONE(flash_attn_bwd_wide_sm90a)
 NONE(rope_kv_write_sm90a)
 NONE(flash_attn_fp8_sm90a)
 NONE(flash_attn_fwd_masked_sm90a)
+NONE(flash_attn_fwd_masked_wide_sm90a)
 NONE(flash_attn_fwd_partial_sm90a)
 NONE(flash_attn_fwd_sm90a)
 NONE(flash_attn_fwd_wide_sm90a)

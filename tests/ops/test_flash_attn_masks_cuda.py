@@ -83,6 +83,179 @@ def test_masks(lengths, which, dtype):
     near(lse, expected_lse, dtype)
 
 
+# ---- head_dim above 128: steps of 64 keys ----
+WIDE = [(192, 192), (256, 256), (192, 128), (136, 200), (128, 256)]  # of q and of v
+
+
+def packed_bits(mask):
+    """bool [.., Sk] as uint8 [.., ceil(Sk / 8)]."""
+    bits = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (bits * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+def block_lists(mask):
+    """FlexAttention's lists of the partial and of the full blocks of a bool mask [1, 1, Sq, Sk]."""
+    seq_q, seq_k = mask.shape[2:]
+    pad = (0, -seq_k % 128, 0, -seq_q % 128)
+    blocks = [
+        torch.nn.functional.pad(mask, pad, value=value)
+        .unflatten(3, (-1, 128))
+        .unflatten(2, (-1, 128))
+        .transpose(3, 4)
+        .flatten(4)
+        for value in (False, True)
+    ]
+    full = blocks[1].all(-1)
+    found = []
+    for kind in (blocks[0].any(-1) & ~full, full):
+        found += [kind.sum(-1).to(torch.int32), kind.int().argsort(-1, descending=True).int()]
+    return found
+
+
+def windows(seq_q, seq_k):
+    """Ranges: a window of 150 keys, and 70 first keys that all queries see. Queries 40 to 60 see
+    nothing, and no query sees keys from 65 before the last one on."""
+    i = torch.arange(seq_q) + max(seq_k - seq_q, 0)
+    end = (i + 1).clamp(max=max(seq_k - 65, 1))
+    rows = torch.stack([(i - 149).clamp(min=70), end, 0 * i, end.clamp(max=70)], -1)
+    rows[40:60] = 0
+    return rows.to(torch.int32)
+
+
+LENGTHS = [(640, 640), (333, 1291), (300, 1236), (37, 200), (130, 64), (1, 65), (257, 512)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dims", WIDE)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_masks_of_wide_heads(dims, lengths, dtype):
+    """Every source of a mask against float64, with sinks, groups of heads, lse, and NaN in keys that
+    no query sees."""
+    seq_q, seq_k = lengths
+    kinds = [(make, args, options) for _, make, args, options in masks(*lengths)]
+    kinds.append((gk.attn_mask_ranges, (windows(*lengths)[None, None], seq_k), {}))
+    q = draw((2, 4, seq_q, dims[0]), dtype, 0).cuda()
+    k, v = (draw((2, 2, seq_k, n), dtype, seed).cuda() for seed, n in enumerate(dims, 1))
+    sinks = draw((4,), F32, 7).cuda()
+    for make, args, options in kinds:
+        given = (x.cuda() if isinstance(x, torch.Tensor) else x for x in args)
+        mask = make(*given, **options)
+        seen = mask.dense().any(2).flatten(0, 1).any(0)[:, None]
+        poisoned = [torch.where(seen, x, math.nan) for x in (k, v)]
+        wide = [torch.where(seen, x, 0).double() for x in (k, v)]
+        for own in ({}, {"sinks": sinks}):
+            rules = {"attn_mask": mask, "return_lse": True}
+            got = gk.flash_attn(q, *poisoned, **rules, **own)
+            own = {name: x.double() for name, x in own.items()}
+            want = reference.flash_attn(q.double(), *wide, **rules, **own)
+            for x, y in zip(got, want, strict=True):
+                near(x, y.cpu(), dtype)
+
+
+@pytest.mark.parametrize("lengths", [(640, 640), (300, 1236), (333, 1291)])
+@pytest.mark.parametrize("dims", WIDE)
+def test_forms_of_a_wide_mask_give_the_same_bits(dims, lengths):
+    """bool, bits, ranges and FlexAttention's lists of one mask; with and without a bias."""
+    seq_q, seq_k = lengths
+    ranges = gk.attn_mask_ranges(windows(*lengths).cuda(), seq_k)
+    dense = ranges.dense()[:1, :1].cpu()
+    num, list_of, num_full, full = (x.cuda() for x in block_lists(dense))
+    forms = [
+        ranges,
+        dense.cuda(),
+        gk.attn_mask_of(packed_bits(dense).cuda(), seq_k=seq_k),
+        gk.attn_mask_blocks(
+            num, list_of, num_full, full, mask=dense.cuda(), seq_q=seq_q, seq_k=seq_k
+        ),
+    ]
+    q = draw((1, 4, seq_q, dims[0]), BF16, 0).cuda()
+    k, v = (draw((1, 2, seq_k, n), BF16, seed).cuda() for seed, n in enumerate(dims, 1))
+    bias = draw((1, 1, seq_q, (seq_k + 7) // 8 * 8), BF16, 4).cuda()[..., :seq_k]
+    for more in ({}, {"bias": bias}):
+        results = [gk.flash_attn(q, k, v, attn_mask=mask, **more) for mask in forms]
+        wide = {name: x.double() for name, x in more.items()}
+        want = reference.flash_attn(
+            *(x.double() for x in (q, k, v)), attn_mask=dense.cuda(), **wide
+        )
+        near(results[0], want.cpu(), BF16)
+        for other in results[1:]:
+            assert torch.equal(results[0], other)
+
+
+@pytest.mark.parametrize("dims", WIDE)
+@pytest.mark.parametrize("lengths", [(300, 384), (300, 328), (140, 584)])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_biases_of_wide_heads(dims, lengths, dtype):
+    """Every form of a bias, alone, beside causal, a window or a mask, against float64."""
+    seq_q, seq_k = lengths
+    q = draw((2, 4, seq_q, dims[0]), dtype, 0).cuda()
+    k, v = (draw((2, 2, seq_k, n), dtype, seed).cuda() for seed, n in enumerate(dims, 1))
+    least = torch.finfo(dtype).min
+    full = 3 * draw((1, 4, seq_q, seq_k), dtype, 9).cuda()
+    full[..., ::3] = -math.inf
+    full[..., 1::7] = least
+    keys = 3 * draw((2, 1, 1, seq_k), dtype, 10).cuda()
+    keys[..., ::5] = -math.inf
+    distance = draw((4, seq_q + seq_k - 1), F32, 11).cuda()
+    for given in ({"bias": full}, {"bias": keys}, {"distance_bias": distance}):
+        wide = {n: torch.where(x <= least, -math.inf, x.double()) for n, x in given.items()}
+        rules = [
+            {},
+            {"is_causal": True, "diagonal": seq_k - seq_q},
+            {"window_left": 90, "window_right": 20},
+        ]
+        if given.get("bias") is full:
+            rules.append({"attn_mask": bools(1, 4, seq_q, seq_k).cuda()})
+        for more in rules:
+            got = gk.flash_attn(q, k, v, **given, **more, return_lse=True)
+            want = reference.flash_attn(
+                *(x.double() for x in (q, k, v)), **wide, **more, return_lse=True
+            )
+            for x, y in zip(got, want, strict=True):
+                near(x, y.cpu(), dtype)
+
+
+@pytest.mark.parametrize("dims", WIDE)
+def test_a_row_of_a_wide_head_stands_alone(dims):
+    """Rows with the same mask have the same bits, whatever their neighbours see, also where a row's
+    first key is in the second half of a block."""
+    q = draw((1, 4, 640, dims[0]), BF16, 0).cuda()
+    k, v = (draw((1, 4, 640, n), BF16, seed).cuda() for seed, n in enumerate(dims, 1))
+    k = k * torch.linspace(0.1, 30, 640).cuda()[:, None].bfloat16()  # rows redo blocks
+    one, other = bools(1, 1, 640, 640).cuda(), bools(1, 1, 640, 640, share=0.02, seed=1).cuda()
+    one[:, :, 5::14, :192] = False
+    other[:, :, :, :128] = False
+    other[:, :, 5::7] = one[:, :, 5::7]
+    a, b = gk.flash_attn(q, k, v, attn_mask=one), gk.flash_attn(q, k, v, attn_mask=other)
+    assert torch.equal(a[:, :, 5::7], b[:, :, 5::7])
+    want = reference.flash_attn(*(x.double() for x in (q, k, v)), attn_mask=one)
+    near(a, want.cpu(), BF16)
+
+
+@pytest.mark.parametrize("dims", WIDE)
+def test_long_lists_of_wide_heads(dims):
+    """More than 32 blocks of a tile, and more tiles than thread blocks: a list with partial blocks
+    in every word of marks; against the same call of one head at a time, and against float64."""
+    seq = 5000
+    i = torch.arange(seq)
+    documents = i // 1700 * 1700
+    rows = torch.stack([documents, i + 1, 0 * i, (i + 1).clamp(max=200)], -1).to(torch.int32)
+    rows[::3, 0] = 0
+    mask = gk.attn_mask_ranges(rows.cuda(), seq)
+    q = draw((1, 8, seq, dims[0]), BF16, 0).cuda()
+    k, v = (draw((1, 2, seq, n), BF16, seed).cuda() for seed, n in enumerate(dims, 1))
+    out = gk.flash_attn(q, k, v, attn_mask=mask)
+    again = [
+        gk.flash_attn(q[:, h : h + 1], k[:, h // 4, None], v[:, h // 4, None], attn_mask=mask)
+        for h in range(8)
+    ]
+    assert torch.equal(out, torch.cat(again, 1))
+    some = torch.cat([i[:130], i[1690:1830], i[-140:]]).cuda()
+    seen = mask.dense()[:, :, some]
+    want = reference.flash_attn(q[:, :, some].double(), k.double(), v.double(), attn_mask=seen)
+    near(out[:, :, some], want.cpu(), BF16)
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 4, 300, 384), (2, 1, 300, 384), (2, 4, 1, 384), (1, 1, 300, 1)]
 )
@@ -129,8 +302,9 @@ def test_gradients():
         near(y.grad, x.grad, F64)
 
 
-def test_hidden_keys_may_hold_nan():
-    q, k, v = (draw((1, 4, 300, 128), BF16, seed).cuda() for seed in range(3))
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_hidden_keys_may_hold_nan(dim):
+    q, k, v = (draw((1, 4, 300, dim), BF16, seed).cuda() for seed in range(3))
     mask = bools(1, 1, 300, 300).cuda()
     out = gk.flash_attn(q, k, v, attn_mask=mask)
     k, v = k.clone(), v.clone()
@@ -143,7 +317,7 @@ def test_hidden_keys_may_hold_nan():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 304), (1, 4, 304, 304)])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_keys_that_a_bias_hides_may_hold_nan(shape, dim):
     hidden = torch.tensor([3, 77, 200])
     bias = draw(shape, BF16, 9)
@@ -366,7 +540,7 @@ def test_biases_of_many_sequences():
         near(got, want, F32)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_captured(dim):
     """Builder, forward and backward in one graph, which serves other contents of the mask."""
     q, k, v = (draw((1, 4, 300, dim), BF16, seed).cuda().requires_grad_() for seed in range(3))

@@ -34,6 +34,9 @@ class Kernel:
     # What one more warp loads: "words" of partial blocks, a "bias" [.., Sq, Sk], the "distances" of
     # a bias by distance, or the bias of keys as "lifted" columns of K.
     side: str = ""
+    # The steps that take a block of keys of a mask, whose words they share: with two, the last
+    # block of a tile may have one.
+    steps: int = 1
     # K and V of a block in two stages each (fwd_wide.cuh): halves of the columns and of the keys
     halves: bool = False
     broken: str = ""  # the rule that is broken
@@ -41,7 +44,7 @@ class Kernel:
     def block(self, rng):
         tiles = [Tile.any(self.warpgroups, rng) for _ in range(rng.randint(1, 4))]
         if self.side:
-            tiles = [t.beside(self.side) for t in tiles]
+            tiles = [t.beside(self.side, self.steps) for t in tiles]
         return Block(self, tiles, rng)
 
 
@@ -57,12 +60,13 @@ class Tile:
     unseen: tuple
     partial: tuple = ()  # the steps whose blocks have mask words
 
-    def beside(self, side):
+    def beside(self, side, steps):
         """The tile where a mask or a bias is loaded. A mask makes all warpgroups take all
         blocks."""
         seen = tuple(own + unseen for own, unseen in zip(self.own, self.unseen))
         own = (self.blocks,) * len(seen) if side == "words" else seen
-        partial = tuple(range(0, self.blocks, 1 + len(set(self.own))))
+        kept = 1 + len(set(self.own))  # every kept-th block has words
+        partial = tuple(j for j in range(self.blocks) if j // steps % kept == 0)
         unseen = (0,) * len(self.own)
         return replace(self, own=own, backwards=False, unseen=unseen, partial=partial)
 
@@ -301,7 +305,7 @@ class Block:
             t = self.tell(n)
             for j in range(t.blocks):
                 if side == "words":
-                    takers = [0] if j in t.partial else []
+                    takers = [0] if j in t.partial and j % self.k.steps == 0 else []
                 elif side == "bias":
                     takers = [g for g in range(self.k.warpgroups) if j < t.own[g]]
                 else:
@@ -322,9 +326,9 @@ class Block:
                 self.described.release(n)
         self.alive -= 1
 
-    def read_side(self, side, group, w, n, j, step=None):
-        """A warp reads what was loaded for step j of tile n and releases it. step: counted by K's
-        steps, not by what the warp took."""
+    def read_side(self, side, group, w, n, j, step=None, keeps=False):
+        """A warp reads what was loaded for step j of tile n and releases it, unless it keeps it.
+        step: counted by K's steps, not by what the warp took."""
         if self.k.side != side:
             return
         me, broken = group * WARPS + w, self.k.broken
@@ -340,13 +344,22 @@ class Block:
             if self.held[name][at % ring.stages].get(("side", 0)) != (side, n, j):
                 raise Wrong("reads other bytes of the mask or bias")
             yield None
+        if keeps:
+            return
         if broken != "side released before it is read":
             ring.release(at)
         self.taken[me] += 1
 
     def read_words(self, group, w, n, j):
-        if self.k.side == "words" and j in self.tell(n).partial:
-            yield from self.read_side("words", group, w, n, j)
+        t, steps, broken = self.tell(n), self.k.steps, self.k.broken
+        if self.k.side != "words" or j not in t.partial:
+            return
+        later = j % steps < steps - 1  # another step of the block reads the words
+        if broken != "words of an incomplete block kept":
+            later = later and j < t.blocks - 1
+        if broken == "words released in each step":
+            later = False
+        yield from self.read_side("words", group, w, n, j - j % steps, keeps=later)
 
     # ---- products of a warpgroup ----
     def see(self, group, product):
@@ -767,6 +780,8 @@ KERNELS = {
     "three warpgroups, four stages": Kernel(warpgroups=3, stages=4, overlap=False),
     "two warpgroups, four descriptions": Kernel(descriptions=4),
     "mask words": Kernel(side="words"),
+    "mask words, two steps": Kernel(side="words", steps=2),
+    "mask words, two steps, one q": Kernel(side="words", steps=2, q_buffers=1),
     "bias": Kernel(side="bias", descriptions=4),
     "bias, one q": Kernel(side="bias", q_buffers=1),
     "distances": Kernel(side="distances", descriptions=4),
@@ -876,6 +891,9 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
     ("mask words", "side not awaited"): OTHER,
     ("mask words", "side released before it is read"): f"{OTHER}|{STUCK}",
     ("mask words", "description kept by the side's loader"): STUCK,
+    ("mask words, two steps", "words released in each step"): f"{OTHER}|{MANY}|{STUCK}",
+    ("mask words, two steps", "words of an incomplete block kept"): f"{OTHER}|{STUCK}",
+    ("mask words, two steps, one q", "side not awaited"): OTHER,
     ("bias", "side not awaited"): OTHER,
     ("bias", "side loaded without empty"): f"{OTHER}|{MANY}|{STUCK}",
     ("bias", "side released before it is read"): f"{OTHER}|{STUCK}",

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a. In
- * flash_attn_fwd_masked_sm90a it also reads mask words (MASK) and a bias (BIAS) from shared memory.
+ * flash_attn_fwd_masked_sm90a and flash_attn_fwd_masked_wide_sm90a it also reads mask words (MASK)
+ * and a bias (BIAS) from shared memory.
  *
  * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
  * weights P = 2^(S - m) and O += P V. S, P and O stay in registers. The row reference m changes
@@ -32,8 +33,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* The first S of the next tile may be issued right behind the last P V of this tile. */
     static constexpr bool EARLY = OVERLAP && AHEAD && !MODIFIED;
 
-    /* A warpgroup's rows may see no key of a tile's first blocks. */
-    static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
+    /* A warpgroup's rows may see no key of a tile's first blocks, and pass them. With a mask or a
+     * bias they take them, because pass() would leave the bias in its ring. */
+    static constexpr bool LEADS = MODIFIED || (!S::SCORED && S::BQ - 64 >= BKV);
 
     static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
     static_assert(!MASK || SPLIT, "other_blocks ends a run of whole blocks at a partial one");
@@ -88,14 +90,17 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             ring.wait_full(words_taken);
             const uint2 two = ld_shared_64(
                 smem_s + S::WORDS_AT + ring.stage(words_taken) * S::WORDS_BYTES + mov_tid_x() * 8);
+            const int half = block % S::STEPS;
             /* The warp does not vote on columns that all or none of its rows see. The two
              * reductions and their branches cost more than they save (measured: 1.86 us a block,
              * 1.55 us without). */
-            y.kept[0] = two.x;
-            y.kept[1] = two.y;
+            y.kept[0] = two.x >> 16 * half;
+            y.kept[1] = two.y >> 16 * half;
             y.some = ~0u;
             y.whole = 0;
             __syncwarp();
+            /* the block's other step reads the same words */
+            if (half < S::STEPS - 1 && block < t.steps.blocks - 1) return y;
             if (laneid() == 0) mbarrier_arrive(ring.empty(words_taken));
             ++words_taken;
             return y;
@@ -119,9 +124,10 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* ---- a bias [.., Sq, Sk] ---- */
-    /* A bias without a stored mask: hidden keys get an addend of -inf. Replacing their scores
-     * instead would keep `columns` in registers across the wait for the products, and spill. */
-    static constexpr bool HIDES = BIAS && !MASK;
+    /* A bias without a stored mask, steps of 128 keys: hidden keys get an addend of -inf. Replacing
+     * their scores instead would keep `columns` in registers across the wait for the products, and
+     * spill. With steps of 64 keys, it is the addends that spill. */
+    static constexpr bool HIDES = BIAS && !MASK && BKV == 128;
 
     /* A bias of float16's lowest number hides a key. Its addend of -94502 makes the weight 0,
      * unless every key of the row is hidden in this way. Then m is below LOWEST, and note_spoilt
@@ -174,7 +180,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
     __device__ __forceinline__ void add_bias_again(const FwdTile &t, int j, bool edge) {
         int block = j;
-        if constexpr (MASK) block = __ldg(list_of(x.mask, S::marks_of(t)) + j) >> 2;
+        if constexpr (MASK) block = listed_keys<Tile>(x.mask, t, j);
         const int col = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
                   row = t.work.i0 + own_row();
 #pragma unroll
@@ -411,12 +417,20 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (mov_tid_x() % 128 == 0) mbarrier_arrive(barrier_s);
     }
 
+    /* MASK: whether step j takes keys of a partial block. */
+    static __device__ __forceinline__ bool is_partial(const FwdTile &t, int j) {
+        return S::marks_of(t).is_partial(j / S::STEPS);
+    }
+
     /* The number of consecutive steps in [j, end) whose keys every row sees, so that no mask is
      * needed. */
     static __device__ __forceinline__ int plain_run(const FwdTile &t, int j, int end) {
-        if constexpr (MASK) { /* at most 32, the steps of one word of marks */
-            const uint32_t partial = S::marks_of(t).partial[j / 32] >> j % 32;
-            return min(partial ? __ffs(partial) - 1 : 32 - j % 32, end - j);
+        if constexpr (MASK) { /* at most the steps of one word of marks, 32 entries */
+            const int entry = j / S::STEPS;
+            const uint32_t partial = S::marks_of(t).partial[entry / 32] >> entry % 32;
+            const int whole = partial ? __ffs(partial) - 1 : 32 - entry % 32;
+            /* -1 in the second step of a partial block */
+            return min(whole * S::STEPS - j % S::STEPS, end - j);
         }
         const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first,
                   plain_end = t.keys.plain_end;
@@ -454,7 +468,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
         bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
-        if constexpr (MASK) edge = S::marks_of(t).is_partial(at.from);
+        if constexpr (MASK) edge = is_partial(t, at.from);
         KeptColumns columns = {};
         if (!MODIFIED && edge) columns = columns_of(t, block);
         if (!EARLY || !ready) {
@@ -608,7 +622,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             }
             if (j >= at.end) break;
             if constexpr (MASK) /* plain_run ended with its word of marks; look at the next one */
-                if (!S::marks_of(t).is_partial(j)) continue;
+                if (!is_partial(t, j)) continue;
             if (take_block(t, at, j, SPLIT || run == 0)) take_again(t, j, SPLIT || run == 0);
             block_taken();
             ++j;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_masked.cuh: the additional work of the producer warpgroup in flash_attn_fwd_masked_sm90a. It
- * finds tiles by a stored mask (../../../core/attn_mask.h), brings the mask words of partial blocks
- * into shared memory, and loads a bias [.., Sq, Sk].
+/* fwd_masked.cuh: the additional work of the producer warpgroup in flash_attn_fwd_masked_sm90a and
+ * flash_attn_fwd_masked_wide_sm90a. It finds tiles by a stored mask (../../../core/attn_mask.h),
+ * brings the mask words of partial blocks into shared memory, and loads a bias [.., Sq, Sk].
  *
  * The producer's warps: warp 0 loads Q, K and V, warp 1 finds tiles, warp 2 brings mask words, warp
  * 3 brings the bias. Mask words have a ring of their own. They cannot share the stages of K,
@@ -22,13 +22,21 @@ __device__ __forceinline__ const uint16_t *list_of(const FwdMaskParams &m, const
     return (const uint16_t *)(y.data + m.at.lists) + (int64_t)y.tile * m.tiles_k;
 }
 
-/* The blocks of keys of a masked tile, for load_tiles. The list is read one entry at a time,
+/* The place of a masked tile's step j among the keys, in units of BKV keys. */
+template <class Tile>
+__device__ __forceinline__ int listed_keys(const FwdMaskParams &m, const FwdTile &t, int j) {
+    typedef Smem<Tile> S;
+    const int block = __ldg(list_of(m, S::marks_of(t)) + j / S::STEPS) >> 2;
+    return block * S::STEPS + j % S::STEPS;
+}
+
+/* The keys of the steps of a masked tile, for load_tiles. The list is read one entry at a time,
  * because the producer has only 24 registers; 64 entries share a line of L1. */
 template <class Tile> struct ListedBlocks {
     const FwdMaskParams &mask;
     __device__ __forceinline__ explicit ListedBlocks(const FwdMaskParams &m) : mask(m) {}
     __device__ __forceinline__ int key(const FwdTile &t, int j) const {
-        return __ldg(list_of(mask, Smem<Tile>::marks_of(t)) + j) >> 2;
+        return listed_keys<Tile>(mask, t, j);
     }
     __device__ __forceinline__ int value(const FwdTile &t, int j) const { return key(t, j); }
 };
@@ -46,6 +54,19 @@ __device__ __forceinline__ void place_of(const FwdMaskParams &m, int unit, int *
         *rank = (int)m.by_width.into((unsigned)r);
         *flat = m.first + group * (int)m.by_width.by + r - *rank * (int)m.by_width.by;
     }
+}
+
+/* The steps that take the blocks of a tile's list. tile: the tile's entry in `tiles`. */
+template <class Tile>
+__device__ __forceinline__ int listed_steps(const FwdMaskedParams &x, const int32_t *data,
+                                            const int4 &tile) {
+    const FwdMaskParams &m = x.mask;
+    if (Smem<Tile>::STEPS == 1 || tile.x == 0) return tile.x;
+    const uint16_t *list = (const uint16_t *)(data + m.at.lists) + (int64_t)tile.z * m.tiles_k;
+    /* the last half of the last block may have no key of the sequence */
+    const bool ends = __ldg(list + tile.x - 1) >> 2 == m.incomplete_block &&
+                      x.seq.seq_k - m.incomplete_block * GK_MASK_TILE <= Tile::BKV;
+    return tile.x * Smem<Tile>::STEPS - ends;
 }
 
 /* Describes one tile after another. One warp. It takes a tile from the global counter only when a
@@ -79,7 +100,7 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
         const int head = flat - b * (int)x.by_batch.by;
         const int32_t *data = m.data + b * m.batch + head * m.head;
         const int4 d = __ldg((const int4 *)(data + m.at.tiles) + rank);
-        const int blocks = d.x;
+        const int blocks = listed_steps<Tile>(x, data, d);
         if (laneid() == 0) {
             const int i0 = d.z * S::BQ;
             marks.data = data;
@@ -104,8 +125,8 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
         }
         const uint16_t *list = (const uint16_t *)(data + m.at.lists) + (int64_t)d.z * m.tiles_k;
 #pragma unroll 1
-        for (int j = 0; j < blocks; j += 32) { /* one bit for each of 32 blocks */
-            const int entry = j + laneid() < blocks ? __ldg(list + j + laneid()) : 0;
+        for (int j = 0; j < d.x; j += 32) { /* one bit for each of 32 entries */
+            const int entry = j + laneid() < d.x ? __ldg(list + j + laneid()) : 0;
             const bool cut = entry && entry >> 2 == m.incomplete_block;
             const uint32_t partial = __ballot_sync(0xffffffffu, (entry & 3) > GK_BLOCK_FULL || cut);
             if (laneid() == 0) marks.partial[j / 32] = partial;
@@ -166,7 +187,7 @@ __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTi
         if (t.steps.blocks < 0) break;
         int kept = 0;
 #pragma unroll 1
-        for (int j = 0; j < t.steps.blocks; ++j) {
+        for (int j = 0; j < (t.steps.blocks + S::STEPS - 1) / S::STEPS; ++j) {
             if (!y.is_partial(j)) continue;
             const int entry = __ldg(list_of(m, y) + j);
             const smem_addr to_s = smem_s + S::WORDS_AT + ring.stage(taken) * S::WORDS_BYTES;
@@ -197,7 +218,7 @@ __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTi
 }
 
 /* ---- bias ---- */
-/* Loads the bias by TMA, 64 rows x one block of keys for each warpgroup. One thread. */
+/* Loads the bias by TMA, 64 rows x the keys of a step for each warpgroup. One thread. */
 template <class Tile>
 __device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTile *tiles,
                                           smem_addr smem_s) {
@@ -214,7 +235,7 @@ __device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTil
 #pragma unroll 1
         for (int j = 0; j < steps.w; ++j) {
             int block = j;
-            if constexpr (S::MASK) block = __ldg(list_of(x.mask, S::marks_of(t)) + j) >> 2;
+            if constexpr (S::MASK) block = listed_keys<Tile>(x.mask, t, j);
             const int col = t.keys.lo + block * Tile::BKV;
 #pragma unroll
             for (int w = 0; w < 2; ++w) {

@@ -117,13 +117,13 @@ struct __align__(16) FwdTile {
 };
 
 /* The additional description of a masked tile. data: the mask of its head. tile: its tile of
- * queries in the mask. partial: one bit for each step, set if the step's block is partial. */
+ * queries in the mask. partial: one bit for each entry of its list, set if the block is partial. */
 struct FwdMarks {
     const int32_t *data;
     int tile;
     uint32_t partial[FWD_MASK_BLOCKS / 32];
-    __device__ __forceinline__ bool is_partial(int step) const {
-        return partial[step / 32] >> step % 32 & 1;
+    __device__ __forceinline__ bool is_partial(int entry) const {
+        return partial[entry / 32] >> entry % 32 & 1;
     }
 };
 
@@ -156,6 +156,12 @@ template <class Tile> struct Smem {
     static constexpr bool MASK = ScoresOf<Tile>::MASK != 0, LIFT = ScoresOf<Tile>::BIAS == 2,
                           TABLE = ScoresOf<Tile>::BIAS == 3, BIAS = ScoresOf<Tile>::BIAS == 1,
                           SCORED = MASK || LIFT || TABLE || BIAS;
+    /* MASK: the steps that take a block of the mask's list. With two, the first step has the keys
+     * and the words' low halves of the first 64 columns. The last block of keys has one step if it
+     * ends there. */
+    static constexpr int STEPS = MASK ? GK_MASK_TILE / Tile::BKV : 1;
+    static_assert(!MASK || (STEPS <= 2 && STEPS * Tile::BKV == GK_MASK_TILE),
+                  "a step takes a block of the list or half of one");
     /* Finding a tile takes longer than multiplying one with few keys. With a mask, blocks compete
      * for tiles, and a block that finds far ahead takes tiles that an idle block could compute. */
     static constexpr int TILE_STAGES = MASK ? 2 : 4;
@@ -169,7 +175,7 @@ template <class Tile> struct Smem {
      * counts such a read as 2 KB long, so they cannot come last.) */
     static constexpr int LIFT_BYTES = Tile::BKV * 32, ONES_BYTES = 256;
     /* TABLE: the distances of a block in two copies, the second one element on */
-    static constexpr int COPY_BYTES = 1024, TABLE_STAGES = 2;
+    static constexpr int COPY_BYTES = (BQ + Tile::BKV) * 4, TABLE_STAGES = 2;
     static constexpr int BIAS_AT = V_AT + Tile::STAGES * V::bytes;
     static constexpr int ONES_AT = BIAS_AT, LIFT_AT = ONES_AT + ONES_BYTES;
     static constexpr int Q_RING = BIAS_AT + (TABLE  ? TABLE_STAGES * 2 * COPY_BYTES
@@ -180,9 +186,10 @@ template <class Tile> struct Smem {
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
     /* With MASK, the FwdMarks follow the tiles, each in the space of one FwdTile (marks_of). Then
-     * come the words of partial blocks, in stages of 2 KB. With BIAS there is room for one stage
-     * only. */
-    static constexpr int WORDS_STAGES = BIAS ? 1 : 2, WORDS_BYTES = GK_MASK_BLOCK_INTS * 4;
+     * come the words of partial blocks, in stages of 2 KB. With BIAS and steps of 128 keys there is
+     * room for one stage only. */
+    static constexpr int WORDS_STAGES = BIAS && STEPS == 1 ? 1 : 2,
+                         WORDS_BYTES = GK_MASK_BLOCK_INTS * 4;
     static constexpr int WORDS_AT = TILES + TILE_STAGES * (MASK ? 2 : 1) * (int)sizeof(FwdTile);
     static constexpr int WORDS_RING = WORDS_AT + (MASK ? WORDS_STAGES * WORDS_BYTES : 0);
     /* a ring of one stage for each warpgroup; TABLE: one ring of two stages */

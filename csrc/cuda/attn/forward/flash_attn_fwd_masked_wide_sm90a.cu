@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_fwd_masked_wide_sm90a: flash_attn_fwd_masked_sm90a for head_dim, of q or of v, from
+ * 129 to 256. It computes the same, takes the same operands and has the same kernel
+ * (fwd_masked_call.cuh), with steps of 64 keys: 128 keys of K and V do not fit into shared memory
+ * twice, and 128 scores a row do not fit into the registers beside O.
+ *
+ * A block of 128 keys in a mask's list takes two steps. They share the kind of the block and its
+ * words: the first step reads the low halves, the second one the high halves. The last block of
+ * keys takes one step if its second half has no key. The bias comes in boxes of 64 rows x 64 keys,
+ * and the bias by distance as 192 numbers a step.
+ *
+ * Shared memory of head_dim 256: Q 64 KiB, two stages of K and of V 128 KiB, a bias [.., Sq, Sk] 16
+ * KiB, words 4 KiB, descriptions of tiles 1 KiB: 213 of 227 KiB.
+ *
+ * Not handled: what flash_attn_fwd_masked_sm90a does not handle either. */
+#include "fwd_masked_call.cuh"
+
+namespace {
+
+/* ---- 1. tiles -------------------------------------------------------------------------------- */
+/* FwdHopper192 has steps of 96 keys, which do not divide a block of the list. Steps of 64 keys
+ * leave room for a second Q, so that the next tile begins while this one ends. The loader of a list
+ * spilled 12 bytes with 24 registers. */
+struct MaskedHopper192 : FwdHopper192 {
+    static constexpr int BKV = 64, Q_BUFFERS = 2;
+    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+};
+struct MaskedHopper192v128 : MaskedHopper192 {
+    static constexpr int HEAD_DIM_V = 128;
+};
+
+/* ---- 2. table -------------------------------------------------------------------------------- */
+#define ROWS(label, TILE) MASKED_ROWS("flash_attn_fwd_masked_wide_sm90a", label, TILE)
+
+typedef FwdMasked<MaskedHopper192v128, 1, 0> Masked192v128;
+typedef FwdMasked<MaskedHopper192v128, 0, 1> Biased192v128;
+typedef FwdMasked<MaskedHopper192v128, 1, 1> MaskedBiased192v128;
+typedef FwdMasked<MaskedHopper192, 1, 0> Masked192;
+typedef FwdMasked<MaskedHopper192, 0, 1> Biased192;
+typedef FwdMasked<MaskedHopper192, 1, 1> MaskedBiased192;
+typedef FwdMasked<MaskedHopper192, 0, 2> Keys192;
+typedef FwdMasked<MaskedHopper192, 0, 3> Distance192;
+typedef FwdMasked<FwdHopper256, 1, 0> Masked256;
+typedef FwdMasked<FwdHopper256, 0, 1> Biased256;
+typedef FwdMasked<FwdHopper256, 1, 1> MaskedBiased256;
+typedef FwdMasked<FwdHopper256, 0, 2> Keys256;
+typedef FwdMasked<FwdHopper256, 0, 3> Distance256;
+
+const gk_cuda_instance instances[] = {ROWS("d192_128_mask", Masked192v128),
+                                      ROWS("d192_128_bias", Biased192v128),
+                                      ROWS("d192_128_mask_bias", MaskedBiased192v128),
+                                      ROWS("d192_mask", Masked192),
+                                      ROWS("d192_bias", Biased192),
+                                      ROWS("d192_mask_bias", MaskedBiased192),
+                                      ROWS("d192_keys", Keys192),
+                                      ROWS("d192_distance", Distance192),
+                                      ROWS("d256_mask", Masked256),
+                                      ROWS("d256_bias", Biased256),
+                                      ROWS("d256_mask_bias", MaskedBiased256),
+                                      ROWS("d256_keys", Keys256),
+                                      ROWS("d256_distance", Distance256)};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_fwd_masked_wide_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};
