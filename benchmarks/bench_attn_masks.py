@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash_attn with masks and biases beside compiled FlexAttention and SDPA with attn_mask, on CUDA.
 
-python benchmarks/bench_attn_masks.py [--quick] [--only forward backward builder rule] [--rows 8192 ...]
+python benchmarks/bench_attn_masks.py [--quick] [--only forward wide backward builder rule] [--rows 8192 ...]
 
 FLOPs count visible pairs alone: 4 * batch * heads * pairs * head_dim. Masks are built before the
-clock starts, ours and FlexAttention's; the group "builder" times ours. The group "rule" compares a
-mask with gpukern's own rule for the same pairs, and a bias with the call without it. All backward
-passes go through autograd, and "grad" in a bias's name says that its gradient is computed, too.
+clock starts, ours and FlexAttention's; the group "builder" times ours. The group "wide" is the
+forward with head_dim 256. The group "rule" compares a mask with gpukern's own rule for the same
+pairs, and a bias with the call without it. All backward passes go through autograd, and "grad" in a
+bias's name says that its gradient is computed, too.
 """
 
 from __future__ import annotations
@@ -137,9 +138,9 @@ def sdpa(backend: SDPBackend, mask: Tensor) -> Callable:
     return run
 
 
-def make_qkv(seq: int, device) -> tuple[Tensor, ...]:
+def make_qkv(seq: int, device, head_dim: int = HEAD_DIM) -> tuple[Tensor, ...]:
     batch = max(1, shapes.CUDA_ATTN_TOKENS // seq)
-    shape = (batch, shapes.CUDA_ATTN_HIDDEN // HEAD_DIM, seq, HEAD_DIM)
+    shape = (batch, shapes.CUDA_ATTN_HIDDEN // head_dim, seq, head_dim)
     return tuple(torch.randn(shape, device=device).bfloat16() for _ in range(3))
 
 
@@ -152,6 +153,7 @@ def case(
     peers: dict,
     exact: Callable,
     device,
+    head_dim: int = HEAD_DIM,
 ) -> Case:
     batch = max(1, shapes.CUDA_ATTN_TOKENS // seq)
     last = slice(seq - COMPARED, seq)
@@ -164,7 +166,7 @@ def case(
         group=group,
         label=f"{label} B{batch} S{seq}",
         dtype="bf16",
-        make=lambda: make_qkv(seq, device),
+        make=lambda: make_qkv(seq, device, head_dim),
         ours=ours,
         peers=peers,
         reference=expected,
@@ -176,9 +178,15 @@ def case(
     )
 
 
-def mask_rows(run: Run, name: str, seq: int, device) -> None:
+def named(name: str, head_dim: int) -> tuple[str, str]:
+    """The group and the label of a forward case."""
+    return ("forward", name) if head_dim == HEAD_DIM else ("wide", f"{name} d{head_dim}")
+
+
+def mask_rows(run: Run, name: str, seq: int, device, head_dim: int = HEAD_DIM) -> None:
+    group, label = named(name, head_dim)
     if not (
-        run.asks("forward", f"{name} S{seq}", "bf16") or run.asks("rule", f"{name} S{seq}", "bf16")
+        run.asks(group, f"{label} S{seq}", "bf16") or run.asks("rule", f"{label} S{seq}", "bf16")
     ):
         return
     mask = Mask(name, seq, device)
@@ -196,18 +204,19 @@ def mask_rows(run: Run, name: str, seq: int, device) -> None:
     if bits is not None and name in ("causal", "documents"):
         peers["SDPA efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, bits)
         peers["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION, bits)
-    run.add(case("forward", name, seq, pairs, ours, peers, exact, device))
+    run.add(case(group, label, seq, pairs, ours, peers, exact, device, head_dim))
     if name in RULES:
         rule = {"gpukern's rule": lambda q, k, v: gk.flash_attn(q, k, v, **RULES[name])}
-        run.add(case("rule", name, seq, pairs, ours, rule, exact, device))
+        run.add(case("rule", label, seq, pairs, ours, rule, exact, device, head_dim))
 
 
-def bias_rows(run: Run, name: str, seq: int, device) -> None:
+def bias_rows(run: Run, name: str, seq: int, device, head_dim: int = HEAD_DIM) -> None:
+    group, label = named(name, head_dim)
     if not (
-        run.asks("forward", f"{name} S{seq}", "bf16") or run.asks("rule", f"{name} S{seq}", "bf16")
+        run.asks(group, f"{label} S{seq}", "bf16") or run.asks("rule", f"{label} S{seq}", "bf16")
     ):
         return
-    heads = shapes.CUDA_ATTN_HIDDEN // HEAD_DIM
+    heads = shapes.CUDA_ATTN_HIDDEN // head_dim
     batch = max(1, shapes.CUDA_ATTN_TOKENS // seq)
     causal = name.startswith("causal")
     given: dict = {"is_causal": True} if causal else {}
@@ -249,11 +258,11 @@ def bias_rows(run: Run, name: str, seq: int, device) -> None:
         peers["SDPA efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, full)
         peers["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION, full)
     pairs = seq * (seq + 1) // 2 if causal else seq * seq
-    run.add(case("forward", name, seq, pairs, ours, peers, exact, device))
+    run.add(case(group, label, seq, pairs, ours, peers, exact, device, head_dim))
     plain = {"without bias": lambda q, k, v: gk.flash_attn(q, k, v, is_causal=causal)}
-    if run.asks("rule", f"{name} S{seq}", "bf16"):
+    if run.asks("rule", f"{label} S{seq}", "bf16"):
         # the call without bias computes something else, so it is not compared
-        one = case("rule", name, seq, pairs, ours, plain, exact, device)
+        one = case("rule", label, seq, pairs, ours, plain, exact, device, head_dim)
         one.reference = None
         run.add(one)
 
@@ -357,6 +366,10 @@ def main() -> None:
         mask_rows(run, name, seq, device.device)
     for name, seq in shapes.CUDA_ATTN_BIASES:
         bias_rows(run, name, seq, device.device)
+    for name, seq in shapes.CUDA_ATTN_MASKS_WIDE:
+        mask_rows(run, name, seq, device.device, shapes.CUDA_ATTN_MASKS_WIDE_DIM)
+    for name, seq in shapes.CUDA_ATTN_BIASES_WIDE:
+        bias_rows(run, name, seq, device.device, shapes.CUDA_ATTN_MASKS_WIDE_DIM)
     for name, seq in shapes.CUDA_ATTN_MASKS_BACKWARD:
         mask_backward(run, name, seq, device.device)
     for name, seq in shapes.CUDA_ATTN_BIASES_BACKWARD:

@@ -130,6 +130,16 @@ CUDA_ATTN_MASKS = (
     ("question", 8192),
     ("tiles", 8192),
 )
+CUDA_ATTN_MASKS_WIDE_DIM = 256  # a local or global layer of Gemma 3
+CUDA_ATTN_MASKS_WIDE = (
+    *(("causal", seq) for seq in (2048, 8192)),
+    *(("documents", seq) for seq in (2048, 8192)),
+    ("prefix", 8192),
+    ("window", 8192),
+    *(("sliding_global", seq) for seq in (2048, 8192)),
+    ("images", 8192),
+)
+CUDA_ATTN_BIASES_WIDE = (("bias", 2048), ("causal bias", 8192), ("keys' bias", 2048))
 CUDA_ATTN_BIASES = (
     ("bias", 2048),
     ("bias", 8192),
@@ -149,6 +159,7 @@ CUDA_ATTN_MASKS_BACKWARD = (
 CUDA_ATTN_BIASES_BACKWARD = (("bias", 2048), ("bias grad", 2048), ("bias grad", 8192))
 CUDA_ATTN_MASK_BARS = {
     "forward": Bar(geomean=1.9, each=1.4),
+    "wide": Bar(geomean=1.9, each=1.4),
     "backward": Bar(geomean=1.5, each=1.3),
     "rule": Bar(each=0.72),
 }

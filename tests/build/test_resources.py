@@ -35,7 +35,8 @@ def attention_tiles():
     """name -> (head_dim, head_dim of values, keys) of the tiles of flash_attn_fwd_sm90a, read from
     their headers."""
     room, found = ROOT / "csrc" / "cuda" / "attn", {}
-    text = "".join((room / name).read_text() for name in ("tiles.h", "wide_tiles.h"))
+    headers = "tiles.h", "wide_tiles.h", "forward/masked_tiles.h"
+    text = "".join((room / name).read_text() for name in headers)
     for name, base, body in re.findall(
         r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL
     ):
@@ -249,6 +250,15 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             head_dim, _, keys = ATTENTION[attention[1]]
             steps = 1 + split_steps(*attention.groups()) + 1 + early_scores(*attention.groups())
             assert int(row["HGMMA"]) == steps * (head_dim + keys) // 16, name
+            assert int(row["USETMAXREG"]) == 2, name
+        if masked := re.search(
+            r"flash_attn_fwd_masked_sm90a_kernel<\w+, FwdMasked<FwdHopper(\w+), \d, (\d)> >", name
+        ):
+            # as above; the tile of head_dim 256 has one Q, so its next scores are not issued early.
+            # A bias of keys is one more product of each block of scores.
+            head_dim, _, keys = ATTENTION[masked[1]]
+            steps = 3 if head_dim == 256 else 4
+            assert int(row["HGMMA"]) == steps * ((head_dim + keys) // 16 + (masked[2] == "2")), name
             assert int(row["USETMAXREG"]) == 2, name
         if codes := re.search(r"flash_attn_fp8_sm90a_kernel<Fp8Hopper(\w+), ", name):
             # the first block's scores, a step with masks and one without, the last one's values; 32

@@ -596,6 +596,10 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward, bool scored) {
         f.dim = check_below(2) ? 512 : 8 * (33 + check_below(32));
         if (check_below(4)) f.dim_v = f.dim;
     }
+    if (scored && !backward && check_below(8) == 0) { /* flash_attn_fwd_masked_wide_sm90a */
+        f.dim = check_below(2) ? 192 : 8 * (17 + check_below(16));
+        f.dim_v = check_below(2) ? f.dim : 128;
+    }
     do {
         f.batch = f.packed || check_below(50) ? 1 + check_below(3) : 0;
         f.seq_q = draw_length(large);

@@ -14,32 +14,21 @@
  *
  * Not handled: what flash_attn_fwd_masked_sm90a does not handle either. */
 #include "fwd_masked_call.cuh"
+#include "masked_tiles.h"
 
 namespace {
 
-/* ---- 1. tiles -------------------------------------------------------------------------------- */
-/* FwdHopper192 has steps of 96 keys, which do not divide a block of the list. Steps of 64 keys
- * leave room for a second Q, so that the next tile begins while this one ends. The loader of a list
- * spilled 12 bytes with 24 registers. */
-struct MaskedHopper192 : FwdHopper192 {
-    static constexpr int BKV = 64, Q_BUFFERS = 2;
-    static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-};
-struct MaskedHopper192v128 : MaskedHopper192 {
-    static constexpr int HEAD_DIM_V = 128;
-};
-
-/* ---- 2. table -------------------------------------------------------------------------------- */
+/* ---- table ----------------------------------------------------------------------------------- */
 #define ROWS(label, TILE) MASKED_ROWS("flash_attn_fwd_masked_wide_sm90a", label, TILE)
 
-typedef FwdMasked<MaskedHopper192v128, 1, 0> Masked192v128;
-typedef FwdMasked<MaskedHopper192v128, 0, 1> Biased192v128;
-typedef FwdMasked<MaskedHopper192v128, 1, 1> MaskedBiased192v128;
-typedef FwdMasked<MaskedHopper192, 1, 0> Masked192;
-typedef FwdMasked<MaskedHopper192, 0, 1> Biased192;
-typedef FwdMasked<MaskedHopper192, 1, 1> MaskedBiased192;
-typedef FwdMasked<MaskedHopper192, 0, 2> Keys192;
-typedef FwdMasked<MaskedHopper192, 0, 3> Distance192;
+typedef FwdMasked<FwdHopper192v128Masked, 1, 0> Masked192v128;
+typedef FwdMasked<FwdHopper192v128Masked, 0, 1> Biased192v128;
+typedef FwdMasked<FwdHopper192v128Masked, 1, 1> MaskedBiased192v128;
+typedef FwdMasked<FwdHopper192Masked, 1, 0> Masked192;
+typedef FwdMasked<FwdHopper192Masked, 0, 1> Biased192;
+typedef FwdMasked<FwdHopper192Masked, 1, 1> MaskedBiased192;
+typedef FwdMasked<FwdHopper192Masked, 0, 2> Keys192;
+typedef FwdMasked<FwdHopper192Masked, 0, 3> Distance192;
 typedef FwdMasked<FwdHopper256, 1, 0> Masked256;
 typedef FwdMasked<FwdHopper256, 0, 1> Biased256;
 typedef FwdMasked<FwdHopper256, 1, 1> MaskedBiased256;

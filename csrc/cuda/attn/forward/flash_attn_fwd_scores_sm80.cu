@@ -4,10 +4,10 @@
  * reads the mask and the biases. A second kernel (fwd_mend.cuh) computes rows again that a NaN
  * behind a hidden key has spoilt.
  *
- * It serves the calls that flash_attn_fwd_masked_sm90a does not: GPUs other than Hopper, a mask
- * together with causal or a window, softcap, ALiBi, dropout, biases that broadcast or are float32,
- * distance_bias, head_dim above 128. There are tiles for three head_dims only, to save compile
- * time.
+ * It serves the calls that flash_attn_fwd_masked_sm90a and flash_attn_fwd_masked_wide_sm90a do not:
+ * GPUs other than Hopper, a mask together with causal or a window, softcap, ALiBi, dropout, biases
+ * that broadcast over keys or are float32, two biases. There are tiles for three head_dims only, to
+ * save compile time.
  *
  * Workspace: partial results if the keys are split, then one byte for each tile (fwd_mend.cuh).
  * Not handled: float32, unaligned rows (flash_attn_fwd_plain). */
