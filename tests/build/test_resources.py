@@ -31,11 +31,10 @@ LIBRARY = BUILD / "libgpukern.so"
 LISTED = ROOT / "docs" / "resources.csv"
 
 
-def attention_tiles():
-    """name -> (head_dim, head_dim of values, keys) of the tiles of flash_attn_fwd_sm90a, read from
-    their headers."""
+def attention_tiles(*headers):
+    """name -> (head_dim, head_dim of values, keys) of the tiles of Hopper's forward, read from their
+    headers."""
     room, found = ROOT / "csrc" / "cuda" / "attn", {}
-    headers = "tiles.h", "wide_tiles.h", "forward/masked_tiles.h"
     text = "".join((room / name).read_text() for name in headers)
     for name, base, body in re.findall(
         r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL
@@ -49,7 +48,8 @@ def attention_tiles():
     }
 
 
-ATTENTION = attention_tiles()
+ATTENTION = attention_tiles("tiles.h", "wide_tiles.h")
+MASKED = attention_tiles("tiles.h", "forward/masked_tiles.h")
 # head_dim and keys of flash_attn_fp8_sm90a's tiles
 CODES = {
     "64": (64, 128),
@@ -256,7 +256,7 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         ):
             # as above; the tile of head_dim 256 has one Q, so its next scores are not issued early.
             # A bias of keys is one more product of each block of scores.
-            head_dim, _, keys = ATTENTION[masked[1]]
+            head_dim, _, keys = MASKED[masked[1]]
             steps = 3 if head_dim == 256 else 4
             assert int(row["HGMMA"]) == steps * ((head_dim + keys) // 16 + (masked[2] == "2")), name
             assert int(row["USETMAXREG"]) == 2, name
