@@ -83,6 +83,7 @@ enum {
     X(flash_attn_fwd_partial_plain, PARTIAL, DROPS | PARTIAL | SCORES)
 #define FLASH_ATTN_BWD(X)                                 \
     X(flash_attn_bwd_masked_sm90a, SCORES, SCORES)        \
+    X(flash_attn_bwd_masked_wide_sm90a, SCORES, SCORES)   \
     X(flash_attn_bwd_scores_sm80, SCORES, SCORES | DROPS) \
     X(flash_attn_bwd_sm90a, 0, 0)                         \
     X(flash_attn_bwd_wide_sm90a, 0, 0)                    \
@@ -130,6 +131,7 @@ static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
 NONE(flash_attn_bwd_partial_sm90a)
 NONE(flash_attn_bwd_sm90a)
 NONE(flash_attn_bwd_wide_sm90a)
+NONE(flash_attn_bwd_masked_wide_sm90a)
 NONE(rope_kv_write_sm90a)
 NONE(flash_attn_fp8_sm90a)
 NONE(flash_attn_fwd_masked_sm90a)

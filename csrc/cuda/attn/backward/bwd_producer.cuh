@@ -98,12 +98,14 @@ template <class Tile> struct BwdSmem {
                          BIAS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0),
                          STATS_AT =
                              BIAS_AT + (ScoresOf<Tile>::BIAS ? Tile::STAGES * Scores::bytes : 0);
-    /* masked kernel: a block's words for each stage */
+    /* masked kernel: a block's words for each stage. Of a pair, warpgroup 0 reads them from
+     * global memory. */
     static constexpr int WORDS_BYTES = GK_MASK_BLOCK_INTS * 4,
                          WORDS_AT = STATS_AT + Tile::STAGES * STATS;
     /* RING: Q, stats and, without pairs, dO. O_RING: dO of pairs. PEER_FULL: two alternating
      * barriers for the other block's dS. */
-    static constexpr int RING = WORDS_AT + (bwd_masked<Tile> ? Tile::STAGES * WORDS_BYTES : 0);
+    static constexpr int RING =
+        WORDS_AT + (bwd_masked<Tile> && !Tile::PAIR ? Tile::STAGES * WORDS_BYTES : 0);
     static constexpr int O_RING = RING + Ring::bytes, PEER_FULL = O_RING + ORing::bytes;
     /* barriers */
     static constexpr int KV_FULL = PEER_FULL + 16, RAW = KV_FULL + 8, TURN = RAW + 8,
@@ -287,7 +289,7 @@ template <class Tile>
 __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork &w,
                                         smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
-    const int steps = w.tiles * x.g.p.group;
+    const int steps = steps_of<Tile>(x.g, w);
     const unsigned peer = w.rank ^ 1;
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {

@@ -30,137 +30,12 @@
  * dropout, softcap, ALiBi, causal or a window beside the mask, kv_start, kv_end, q_start; packed
  * and deterministic calls, rows that are not aligned to 16 bytes. */
 #include "../mask_words.cuh"
-#include "../../ptx/opaque.cuh"
 #include "bwd_keys.cuh"
-#include "bwd_split.cuh"
+#include "bwd_masked.cuh"
 
 namespace {
 
-struct BwdMaskedParams : BwdHopperParams {
-    CUtensorMap bias, dbias; /* boxes of 64 columns and BQ rows */
-    float least;             /* a bias of at most this value hides the key */
-    bool with_dbias;
-    int bias_of_batch, bias_of_head; /* 0 if the bias broadcasts over the batch, over the heads */
-    const int32_t *mask;
-    int64_t mask_batch, mask_head; /* strides, 0 where the mask broadcasts */
-    gk_mask_layout at;
-    gk_mask_store store;
-    bool again; /* the second launch */
-    BwdSplit split;
-    /* [unit][split.tiles][split.most][PART_FLOATS]: dK and dV of each part, in
-     * accumulator order; and how many parts of each tile have stored theirs */
-    float *sums;
-    unsigned *stored;
-};
-
-/* dK and dV of a part of a tile. */
-template <class Tile> constexpr int PART_FLOATS = Tile::BKV * (Tile::HEAD_DIM + Tile::HEAD_DIM_V);
-
-/* ---- 1. lists -------------------------------------------------------------------------------- */
-__device__ __forceinline__ const int32_t *mask_of(const BwdMaskedParams &x, int b, int head) {
-    return x.mask + b * x.mask_batch + head * x.mask_head;
-}
-
-/* The blocks of queries of one head that see a tile of keys. An entry is 4 block + kind. */
-__device__ __forceinline__ const uint16_t *list_of(const BwdMaskedParams &x, int b, int head,
-                                                   int tile) {
-    return (const uint16_t *)(mask_of(x, b, head) + x.at.lists_t) + (int64_t)tile * x.at.tiles_q;
-}
-
-/* The length of a list: zeros, which are no entries, follow the last one. */
-__device__ __forceinline__ int length_of(const BwdMaskedParams &x, const uint16_t *list) {
-    int lo = 0, hi = (int)x.at.tiles_q;
-#pragma unroll 1
-    while (lo < hi) {
-        const int middle = (lo + hi) / 2;
-        if (__ldg(list + middle))
-            lo = middle + 1;
-        else
-            hi = middle;
-    }
-    return lo;
-}
-
-/* The steps of entries [from, to) of a list: a block of 128 queries has as many as it has tiles of
- * rows. */
-template <class Tile>
-__device__ __forceinline__ int steps_of_list(const uint16_t *list, int from, int to, int seq_q) {
-    if (from >= to) return 0;
-    const int last = __ldg(list + to - 1) >> 2,
-              rows = min(seq_q - last * GK_MASK_TILE, (int)GK_MASK_TILE);
-    return (to - from - 1) * (GK_MASK_TILE / Tile::BQ) + (rows + Tile::BQ - 1) / Tile::BQ;
-}
-
-/* The producer's place in the lists and the step there, and the block's part of its tile, in shared
- * memory. */
-struct BwdPlace {
-    enum Field {
-        HEAD,
-        LEFT,  /* blocks of the head's list that are left */
-        INDEX, /* the next entry */
-        KEPT,  /* entries before it whose words are stored */
-        ROW,   /* the step's first row */
-        KIND,  /* of the step's block. MADE: the producer computes the words */
-        FULL,  /* MADE only: all queries see the block's keys, but the end of the keys cuts it */
-        WORDS, /* of the stored words */
-        PARTS, /* into which the block's tile of keys is cut. 0: the block has no work */
-        PART,  /* the block's own */
-        LAST   /* this part has stored its sums last */
-    };
-    smem_addr at_s;
-    __device__ __forceinline__ int operator[](Field f) const {
-        return (int)ld_shared_32(at_s + 4 * f);
-    }
-    __device__ __forceinline__ void set(Field f, int x) const { st_shared_32(at_s + 4 * f, x); }
-};
-
-/* Goes to the next step. All lanes of a warp. */
-template <class Tile>
-__device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWork &w,
-                                          const BwdPlace &at) {
-    int i0 = at[BwdPlace::ROW] + Tile::BQ;
-    if constexpr (!ScoresOf<Tile>::MASK) {
-        const int head = at[BwdPlace::HEAD];
-        const bool next_head = head < w.first_head || i0 >= (w.tile_lo + w.start) * Tile::BQ;
-        if (next_head) i0 = w.tile_lo * Tile::BQ;
-        const int row_tile = i0 / Tile::BQ;
-        __syncwarp(); /* all lanes have read */
-        at.set(BwdPlace::HEAD, head + next_head);
-        at.set(BwdPlace::ROW, i0);
-        at.set(BwdPlace::KIND,
-               row_tile < w.full.lo || row_tile >= w.full.hi ? GK_BLOCK_MADE : GK_BLOCK_FULL);
-        __syncwarp();
-        return;
-    }
-    const int tile = w.j0 / GK_MASK_TILE;
-    int head = at[BwdPlace::HEAD], left = at[BwdPlace::LEFT], index = at[BwdPlace::INDEX],
-        kept = at[BwdPlace::KEPT];
-    __syncwarp();                                      /* all lanes have read */
-    if (i0 % GK_MASK_TILE == 0 || i0 >= w.seq.seq_q) { /* the next block */
-        while (left == 0) {
-            ++head;
-            index = kept = 0;
-            left = x.mask_head && head > w.first_head ? length_of(x, list_of(x, w.b, head, tile))
-                                                      : w.tile_lo;
-        }
-        const int entry = __ldg(list_of(x, w.b, head, tile) + index);
-        const int block = entry >> 2, kind = entry & 3;
-        i0 = block * GK_MASK_TILE;
-        at.set(BwdPlace::KIND, kind == GK_BLOCK_FULL && w.seq.seq_k - w.j0 < GK_MASK_TILE
-                                   ? (int)GK_BLOCK_MADE
-                                   : kind);
-        at.set(BwdPlace::FULL, kind == GK_BLOCK_FULL);
-        at.set(BwdPlace::WORDS,
-               (int)gk_mask_words_of(x.store, tile, block, x.at.tiles_q, 4 * kept));
-        at.set(BwdPlace::HEAD, head);
-        at.set(BwdPlace::LEFT, left - 1);
-        at.set(BwdPlace::INDEX, index + 1);
-        at.set(BwdPlace::KEPT, kept + (kind == GK_BLOCK_WORDS));
-    }
-    at.set(BwdPlace::ROW, i0);
-    __syncwarp();
-}
-
+/* ---- 1. the producer ------------------------------------------------------------------------- */
 /* Counts the entries before the block's first one whose words are stored. All lanes of a warp. */
 __device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdWork &w,
                                             const BwdPlace &at) {
@@ -171,31 +46,6 @@ __device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdW
         kept += (entry & 3) == GK_BLOCK_WORDS;
     }
     return __reduce_add_sync(0xffffffffu, kept);
-}
-
-/* ---- 2. the producer's parts ----------------------------------------------------------------- */
-/* Replaces NaN and inf in a tile by 0. One warp. */
-template <class T, class Panels> __device__ __forceinline__ void clear_wild(smem_addr tile_s) {
-    constexpr uint32_t EXPONENT = element<T>::dtype == GK_BF16 ? 0x7f80u : 0x7c00u;
-    const auto tame = [](uint32_t two) {
-        const uint32_t low = (two & EXPONENT) == EXPONENT ? 0 : 0xffffu,
-                       high = (two >> 16 & EXPONENT) == EXPONENT ? 0 : 0xffff0000u;
-        return two & (low | high);
-    };
-#pragma unroll 1
-    for (int i = laneid(); i < Panels::bytes / 16; i += 32) {
-        const uint4 x = ld_shared_128(tile_s + i * 16);
-        st_shared_128(tile_s + i * 16, make_uint4(tame(x.x), tame(x.y), tame(x.z), tame(x.w)));
-    }
-}
-
-/* Makes lse of the rows NaN whose delta is NaN, so that their weights are, too. One warp. */
-template <class Tile> __device__ __forceinline__ void carry_nan(smem_addr stats_s) {
-#pragma unroll 1
-    for (int r = laneid(); r < Tile::BQ; r += 32) {
-        const uint32_t delta = ld_shared_32(stats_s + (Tile::BQ + r) * 4);
-        if (isnan(__uint_as_float(delta))) st_shared_32(stats_s + r * 4, delta);
-    }
 }
 
 /* Computes the words of a block whose words are not stored, and those of a full block that the end
@@ -327,7 +177,7 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
     }
 }
 
-/* ---- 3. the consumer ------------------------------------------------------------------------- */
+/* ---- 2. the consumer ------------------------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED, bool ORDERED>
 struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
     typedef Tile_ Tile;
@@ -479,125 +329,7 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
     }
 };
 
-/* ---- 4. plan --------------------------------------------------------------------------------- */
-bool bias_fits(const gk_flash_attn_bwd_args *a, const gk_tensor &t, bool broadcasts) {
-    const gk_tensor &q = a->fwd.q;
-    return t.dtype == q.dtype && t.shape[2] == q.shape[2] && t.shape[3] == a->fwd.k.shape[2] &&
-           (broadcasts || (t.shape[0] == q.shape[0] && t.shape[1] == q.shape[1])) &&
-           t.shape[3] > 1 && t.stride[3] == 1 && tensor_map_fits(attn_shape(t));
-}
-
-template <class Tile> bool serves_masked(const gk_flash_attn_bwd_args *a) {
-    constexpr bool MASK = ScoresOf<Tile>::MASK, BIAS = ScoresOf<Tile>::BIAS;
-    const gk_attn_scores *scores = gk_scores_of_bwd(a);
-    const gk_attn_rules &r = a->fwd.rules;
-    if (!scores || !scores->mask != !MASK || !scores->bias != !BIAS || scores->distance_bias)
-        return false;
-    if (a->deterministic || r.softcap > 0 || r.alibi_slopes || !(r.scale > 0)) return false;
-    if (r.kv_start || r.kv_end || r.q_start || a->fwd.cu_seqlens_q) return false;
-    if (BIAS && !bias_fits(a, *scores->bias, true)) return false;
-    if (gk_dbias_of(a) && !bias_fits(a, *gk_dbias_of(a), false)) return false;
-    if (!rows_aligned(a->fwd.out)) return false;
-    return !MASK || (!r.is_causal && r.window_left < 0 && r.window_right < 0 &&
-                     scores->mask->shape[2] ==
-                         gk_attn_mask_ints(scores->store, a->fwd.q.shape[2], a->fwd.k.shape[2], 1));
-}
-
-template <class Tile> BwdSplit split_of(const Bwd &g) {
-    if (!ScoresOf<Tile>::MASK) return {0, 1};
-    return bwd_split_of(g.p.group * gk_ceil_div(g.p.seq_q, GK_MASK_TILE),
-                        gk_ceil_div(g.p.seq_k, GK_MASK_TILE));
-}
-
-/* The workspace is that of flash_attn_bwd_sm90a. The counters of the second launch follow its
- * counters, then the mark, then the counts of parts for both launches, then the sums of parts. The
- * sums are not larger than dq_sum, because only units of 4,000 rows and more are cut. */
-struct MaskedSpace {
-    size_t counters, stored; /* bytes of each launch */
-    size_t sums_at, bytes;   /* from the first counter; bytes of all */
-
-    template <class Tile> static MaskedSpace of(const BwdGrid &grid, const Bwd &g) {
-        const BwdSplit split = split_of<Tile>(g);
-        const size_t cut = split.most > 1 ? (size_t)grid.units * (size_t)split.tiles : 0;
-        MaskedSpace s;
-        s.counters = counters_bytes<Tile>(grid, g, false);
-        s.stored = cut * sizeof(unsigned);
-        s.sums_at = (size_t)gk_round_up((int64_t)s.cleared(), 256);
-        s.bytes = s.sums_at + cut * (size_t)split.most * PART_FLOATS<Tile> * sizeof(float);
-        return s;
-    }
-    size_t cleared() const { return 2 * counters + sizeof(unsigned) + 2 * stored; }
-};
-
-template <class Tile>
-bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
-                 gk_plan *to) {
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!serves_masked<Tile>(a) || !plan<Tile>(row, ctx, args, to)) return false;
-    const Bwd &g = gk_own<Bwd>(to);
-    BwdGrid grid = grid_of<Tile>(ctx, a, g);
-    if (grid.rows == 0) return false; /* no keys or no rows */
-    const MaskedSpace space = MaskedSpace::of<Tile>(grid, g);
-    to->workspace_bytes += space.bytes - space.counters;
-    grid.keys += split_of<Tile>(g).more_tasks();
-    to->tasks = grid.blocks();
-    return true;
-}
-
-template <class T, class Consumer>
-gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *plan,
-                     void *workspace) {
-    typedef typename Consumer::Tile Tile;
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    const gk_attn_scores *scores = gk_scores_of_bwd(a);
-    typedef BwdSmem<Tile> S;
-    BwdMaskedParams x = {};
-    gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
-    if (ScoresOf<Tile>::MASK) {
-        const gk_tensor &mask = *scores->mask;
-        x.mask = (const int32_t *)mask.data;
-        x.mask_batch = mask.shape[0] == 1 ? 0 : mask.stride[0];
-        x.mask_head = mask.shape[1] == 1 ? 0 : mask.stride[1];
-        x.store = scores->store;
-        x.at = gk_mask_layout_of(x.store, a->fwd.q.shape[2], a->fwd.k.shape[2], true);
-    }
-    if (ScoresOf<Tile>::BIAS) {
-        const gk_tensor &bias = *scores->bias, *dbias = gk_dbias_of(a);
-        x.least = bias.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
-        x.bias_of_batch = bias.shape[0] > 1;
-        x.bias_of_head = bias.shape[1] > 1;
-        x.with_dbias = dbias != NULL;
-        if (status == GK_OK)
-            status = make_tensor_map(OP, attn_shape(bias), S::Scores::box(), &x.bias);
-        if (status == GK_OK && dbias)
-            status = make_tensor_map(OP, attn_shape(*dbias), S::Scores::box(), &x.dbias);
-        /* of the blocks that no step visits */
-        const gk_attn_rules &r = a->fwd.rules;
-        const bool partly =
-            ScoresOf<Tile>::MASK || r.is_causal || r.window_left >= 0 || r.window_right >= 0;
-        if (status == GK_OK && dbias && partly)
-            status = clear_memory(OP, ctx, dbias->data, (size_t)gk_numel(dbias) * 2);
-    }
-    const MaskedSpace space = MaskedSpace::of<Tile>(x.grid, x.g);
-    x.spoilt = x.rows_done + space.counters / sizeof(unsigned) * 2;
-    x.stored = x.spoilt + 1;
-    x.sums = (float *)((char *)x.rows_done + space.sums_at);
-    x.split = split_of<Tile>(x.g);
-    x.grid.keys += x.split.more_tasks();
-    x.grid.prepare();
-    if (status == GK_OK) status = clear_memory(OP, ctx, x.rows_done, space.cleared());
-    for (int pass = 0; pass < 2 && status == GK_OK; ++pass) {
-        x.again = pass > 0;
-        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
-            OP, ctx, dim3((unsigned)plan->tasks), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
-        x.rows_done += space.counters / sizeof(unsigned);
-        x.keys_done += space.counters / sizeof(unsigned);
-        x.stored += space.stored / sizeof(unsigned);
-    }
-    return status == GK_OK && x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : status;
-}
-
-/* ---- 5. table -------------------------------------------------------------------------------- */
+/* ---- 3. table -------------------------------------------------------------------------------- */
 #define ROW(name, T, dtype, TILE)                                           \
     {name,                                                                  \
      dtype,                                                                 \

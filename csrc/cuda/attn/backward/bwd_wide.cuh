@@ -1,0 +1,307 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* bwd_wide.cuh: the consumers of flash_attn_bwd_wide_sm90a and flash_attn_bwd_masked_wide_sm90a,
+ * for head_dim from 129 to 256.
+ *
+ * Work split: a block owns 64 keys of one kv head and loops over the rows that see them, BQ at a
+ * time. Warpgroup 0 computes S^T, P^T and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T
+ * in registers are already A operands. P goes from warpgroup 0 to 1 through shared memory, in
+ * float32.
+ *
+ * Two blocks of neighbouring keys form a pair, which is a cluster, and take the same steps. Each
+ * sends its dS^T to the other and computes half of the columns of dQ^T = K^T dS^T over the keys of
+ * both, 64 columns a warpgroup. The warpgroups add them to memory straight from their accumulators.
+ * So dQ is added half as often. Those additions were the bound of a kernel without pairs.
+ *
+ *  A step                                          (tensor cores work in the background)
+ *    warpgroup 0                                       warpgroup 1
+ *    issue S^T;  wait for it                           issue dP^T;  wait for it
+ *    P^T, also to shared memory                        wait for P^T
+ *    issue dV                                          dS^T to shared memory and the other block
+ *    wait for dS^T;  issue dQ of its own keys          issue dK, dQ of its own keys
+ *    wait for dS^T of the other block;  issue dQ of its keys
+ *    wait for dQ, add it to memory                     likewise
+ */
+#ifndef GPUKERN_CUDA_BWD_WIDE_CUH
+#define GPUKERN_CUDA_BWD_WIDE_CUH
+
+#include "bwd_consumer.cuh"
+
+namespace {
+
+/* P^T with softcap and ALiBi, packed. S^T is replaced by P times the cap's derivative, of which
+ * dS is a multiple. key, row: of element 0. */
+template <class T, int M>
+__device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M / 2],
+                                                 smem_addr lse_s, const Score &score,
+                                                 const Sequence &seq, int key, int row) {
+    const BwdMask mask(seq, key, row);
+    const float distance0 = (float)(row + score.position0 - key);
+#pragma unroll
+    for (int n = 0; n < M / 4; ++n) {
+        const uint2 lse = ld_shared_64(lse_s + n * 32);
+        float w[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            float derivative;
+            const float logit = score_fast(score, s[4 * n + e],
+                                           distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
+            w[e] = mask.sees(n, e)
+                       ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x))
+                       : 0;
+            s[4 * n + e] = w[e] * derivative;
+        }
+        p[2 * n] = pack2<T>(w[0], w[1]);
+        p[2 * n + 1] = pack2<T>(w[2], w[3]);
+    }
+}
+
+/* ---- 1. the two consumer warpgroups ---------------------------------------------------------- */
+template <class T, class Tile_, bool MODIFIED, bool ORDERED_>
+struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
+    typedef Tile_ Tile;
+    typedef T Element, Grad;
+    static constexpr bool ORDERED = ORDERED_;
+    typedef BwdSmem<Tile> S;
+    static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 8;
+    static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128 && Tile::PAIR,
+                  "dV and dK are made alike; of four blocks of 64 of d each of four warpgroups "
+                  "makes one of dQ");
+    float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
+
+    /* Addresses and roles that both warpgroups use. */
+    struct Block {
+        smem_addr smem_s;
+        int warpgroup, dq_block; /* index of the 64 columns of dQ that this warpgroup computes */
+        bool signals;            /* this thread arrives for its warpgroup */
+
+        __device__ __forceinline__ tma_steps<Tile::STAGES> ring() const {
+            return {smem_s + S::RING};
+        }
+        __device__ __forceinline__ tma_steps<Tile::O_STAGES> o_ring() const {
+            return {smem_s + S::O_RING};
+        }
+        __device__ __forceinline__ smem_addr q(int n) const {
+            return smem_s + S::Q_AT + ring().stage(n) * S::Q::bytes;
+        }
+        __device__ __forceinline__ smem_addr o(int n) const {
+            return smem_s + S::O_AT + o_ring().stage(n) * S::O::bytes;
+        }
+        __device__ __forceinline__ smem_addr ds(int n) const {
+            return smem_s + S::DS_AT + (n & 1) * S::Scores::bytes;
+        }
+        __device__ __forceinline__ smem_addr peer_ds(int n) const {
+            return smem_s + S::PEER_DS_AT + (n & 1) * S::Scores::bytes;
+        }
+        /* Address of this lane's first four elements of P^T; the next four are 2 KiB further. */
+        __device__ __forceinline__ smem_addr own_p() const {
+            return smem_s + S::P_AT + mov_tid_x() % 128 * 16;
+        }
+    };
+
+    /* ---- products; each is one WGMMA group ---- */
+    /* S^T or dP^T. */
+    static __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr keys_s,
+                                                        smem_addr rows_s) {
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < D; kk += 16)
+            wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(keys_s, 0, kk), S::Q::k_major(rows_s, 0, kk),
+                                  kk > 0);
+        wgmma_commit_group();
+    }
+    /* dV or dK. left: P^T or dS^T; rows_s: dO or Q. */
+    __device__ __forceinline__ void issue_sum(const uint32_t (&left)[N * 2], smem_addr rows_s) {
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < BQ; kk += 16)
+            wgmma_rs<T, D, 1>(sum, left + kk / 4, S::Q::mn_major(rows_s, kk), true);
+        wgmma_commit_group();
+    }
+    /* 64 columns of dQ^T from one block's keys; panel_s: a panel of its K. At head_dim 192 the
+     * fourth panel lies behind K; its result is not added to memory. */
+    static __device__ __forceinline__ void issue_dq(float (&dq)[BQ / 2], smem_addr panel_s,
+                                                    smem_addr ds_s, bool add) {
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < BKV; kk += 16)
+            wgmma_ss<T, BQ, 1, 1>(dq, S::K::mn_major(panel_s, kk), S::Scores::mn_major(ds_s, kk),
+                                  add || kk > 0);
+        wgmma_commit_group();
+    }
+
+    /* ---- P and dS ---- */
+    /* All bits set, or none if a weight is -0. */
+    static __device__ __forceinline__ uint32_t shown(uint32_t weight) {
+        return ~(uint32_t)((int)weight >> 31);
+    }
+    /* Packs P^T of S^T. S^T is replaced by P, with softcap times the cap's derivative, of which
+     * dS is a multiple. With a stored mask, P of a hidden pair is -0, which make_ds tells from
+     * other weights. */
+    template <class Params>
+    static __device__ __forceinline__ void
+    weigh(float (&s)[N * 4], uint32_t (&p)[N * 2], const Params &x, const BwdWork &w,
+          const BwdTileOf &t, smem_addr lse_s, const uint32_t (&seen)[2]) {
+        const Bwd &g = x.g;
+        const int row = t.i0 + laneid() % 4 * 2;
+        if (MODIFIED) {
+            const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
+            modified_weights<T>(s, p, lse_s, score, w.seq, own_key(w, 0), row);
+        } else {
+            if (!bwd_masked<Tile> && t.edge) hide(s, w.seq, own_key(w, 0), row);
+            weights(s, lse_s, (float)g.p.rules.scale * LOG2_E);
+            if (bwd_masked<Tile> && t.edge) {
+#pragma unroll
+                for (int i = 0; i < N * 4; ++i)
+                    if (!(seen[i / 2 & 1] >> (i / 4 * 2 + i % 2) & 1)) s[i] = -0.f;
+            }
+#pragma unroll
+            for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+        }
+    }
+    static __device__ __forceinline__ void store_p(smem_addr own_s, const float (&s)[N * 4]) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            st_shared_128(own_s + n * 2048,
+                          make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
+                                     __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
+    }
+    /* edge: with a stored mask, P of some pair may be -0. dS of these pairs is 0, whatever dP and
+     * delta hold. */
+    static __device__ __forceinline__ void make_ds(uint32_t (&ds)[N * 2], const float (&dp)[N * 4],
+                                                   smem_addr own_s, smem_addr delta_s, bool edge) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const uint2 delta = ld_shared_64(delta_s + n * 32);
+            const uint4 p = ld_shared_128(own_s + n * 2048);
+            const float d0 = __uint_as_float(delta.x), d1 = __uint_as_float(delta.y);
+            ds[2 * n] = pack2<T>(__uint_as_float(p.x) * (dp[4 * n] - d0),
+                                 __uint_as_float(p.y) * (dp[4 * n + 1] - d1));
+            ds[2 * n + 1] = pack2<T>(__uint_as_float(p.z) * (dp[4 * n + 2] - d0),
+                                     __uint_as_float(p.w) * (dp[4 * n + 3] - d1));
+            if (bwd_masked<Tile> && edge) {
+                ds[2 * n] &= shown(p.x) & 0xffffu | shown(p.y) << 16;
+                ds[2 * n + 1] &= shown(p.z) & 0xffffu | shown(p.w) << 16;
+            }
+        }
+    }
+    /* Stores dS^T [64 keys][rows]. */
+    static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            const uint32_t four[4] = {ds[2 * n], ds[2 * n + 1], ds[2 * n + 2], ds[2 * n + 3]};
+            const coord c = scores_place(mov_tid_x(), n);
+            stmatrix_x4(ds_s + S::Scores::offset_of(c.row, c.col), four);
+        }
+    }
+
+    /* ---- the end of a step: dQ of `tile` ---- */
+    /* Called when dS of step n is complete. On return no product is in flight and the next
+     * step's Q has arrived. */
+    __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps,
+                                            int tile) {
+        float dq[BQ / 2];
+        issue_dq(dq, k.smem_s + S::K_AT + k.dq_block * S::K::panel_bytes, k.ds(n), false);
+        if (k.warpgroup == 0) { /* dV is complete: the next dO can be loaded */
+            wgmma_wait_group<1>();
+            if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
+        }
+        mbarrier_wait(k.smem_s + S::peer_full(n), n / 2 & 1);
+        issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n),
+                 true);
+        if (ORDERED) wait_turn<Tile>(k.smem_s, n);
+        /* ask for the next step's Q before the additions fill the queue that the answer comes
+         * through */
+        k.ring().wait_full(min(n + 1, steps - 1));
+        wgmma_wait_group<0>();
+        wgmma_pin(dq);
+        wgmma_pin(sum);
+        if (k.signals) mbarrier_arrive(k.ring().empty(n));
+        if (D == 256 || k.dq_block < D / 64)
+            add_dq<0>(own_dq<Tile>(g, tile, 4 * k.dq_block + mov_tid_x() / 32 % 4), dq);
+        if (ORDERED) pass_turn<Tile>(k.smem_s);
+    }
+
+    /* ---- the warpgroups ---- */
+    template <class Params>
+    __device__ __forceinline__ void run_weights(const Block &k, const Params &x, const BwdWork &w,
+                                                const BwdTileOf *tiles, int steps) {
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n) {
+            const BwdTileOf &t = tiles[k.ring().stage(n)];
+            const int tile = t.tile;
+            float s[N * 4];
+            uint32_t p[N * 2];
+            uint32_t seen[2] = {};
+            issue_scores(s, k.smem_s + S::K_AT, k.q(n));
+            if constexpr (bwd_masked<Tile>)
+                if (t.edge) seen_by_mask(seen, x, w, t);
+            wgmma_wait_group<0>();
+            wgmma_pin(s);
+            weigh(s, p, x, w, t, own_stats<Tile>(k.smem_s, n), seen);
+            store_p(k.own_p(), s);
+            bar_arrive(BAR_P, 256);
+            k.o_ring().wait_full(n);
+            issue_sum(p, k.o(n));
+            bar_sync(BAR_DS, 256);
+            make_dq(k, x.g, n, steps, tile);
+        }
+    }
+
+    __device__ __forceinline__ void run_gradients(const Block &k, const BwdHopperParams &x,
+                                                  const BwdTileOf *tiles, int steps) {
+#pragma unroll 1
+        for (int n = 0; n < steps; ++n) {
+            const int tile = tiles[k.ring().stage(n)].tile;
+            const bool edge = bwd_masked<Tile> && tiles[k.ring().stage(n)].edge;
+            float dp[N * 4];
+            uint32_t ds[N * 2];
+            k.o_ring().wait_full(n);
+            issue_scores(dp, k.smem_s + S::V_AT, k.o(n));
+            wgmma_wait_group<0>();
+            wgmma_pin(dp);
+            if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
+            /* P is complete, and warpgroup 0 no longer reads dS of step n - 2 */
+            bar_sync(BAR_P, 256);
+            make_ds(ds, dp, k.own_p(), own_stats<Tile>(k.smem_s, n) + BQ * 4, edge);
+            store_ds(k.ds(n), ds);
+            fence_proxy_async();
+            bar_arrive(BAR_SENT_DS + (n & 1), 128 + 32);
+            /* warpgroup 0 stores the next P only after this barrier, when this P has been read */
+            bar_arrive(BAR_DS, 256);
+            bar_sync(BAR_OWN_DS, 128);
+            issue_sum(ds, k.q(n));
+            make_dq(k, x.g, n, steps, tile);
+        }
+    }
+
+    template <class Params>
+    __device__ __forceinline__ void run(const Params &x, const BwdWork &w,
+                                        const unsigned char *smem, smem_addr smem_s,
+                                        int warpgroup) {
+        const int steps = steps_of<Tile>(x.g, w);
+        const Block k = {smem_s, warpgroup, 2 * w.rank + warpgroup, threadIdx.x % 128 == 0};
+        const BwdTileOf *tiles = (const BwdTileOf *)(smem + S::TILES);
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) sum[i] = 0;
+        mbarrier_wait(smem_s + S::KV_FULL, 0);
+        if (steps > 0) k.ring().wait_full(0);
+        if (warpgroup == 0)
+            run_weights(k, x, w, tiles, steps);
+        else
+            run_gradients(k, x, tiles, steps);
+    }
+
+    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w,
+                                          smem_addr smem_s, int warpgroup) const {
+        const Bwd &g = x.g;
+        if (warpgroup == 0)
+            store_rows<T, typename S::V>(g.dv, w, smem_s + S::V_AT, sum, 1.f, g.p.head_dim_v, 0);
+        else
+            store_rows<T, typename S::K>(g.dk, w, smem_s + S::K_AT, sum, (float)g.p.rules.scale,
+                                         g.p.head_dim, 0);
+    }
+};
+
+} // namespace
+
+#endif

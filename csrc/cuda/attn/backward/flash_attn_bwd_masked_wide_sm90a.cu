@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_bwd_masked_wide_sm90a: flash_attn_bwd_masked_sm90a with a stored mask for head_dim, of
+ * q or of v, from 129 to 256. It computes the same. The consumers are those of
+ * flash_attn_bwd_wide_sm90a (bwd_wide.cuh).
+ *
+ * Work split: a pair of blocks owns a tile of 128 keys of the mask, 64 keys each. Both take the
+ * blocks of queries in the tile's list, 64 rows a step. Shared memory has no room for the words of
+ * a partial block: warpgroup 0 reads its own two from global memory while S^T is computed, or
+ * computes them if they are not stored. It stores P of a hidden pair as -0, by which warpgroup 1
+ * knows the pairs whose dS is 0.
+ *
+ * A second launch serves hidden rows and keys that hold NaN or inf, as there.
+ *
+ * Not handled: what flash_attn_bwd_masked_sm90a does not handle either; a bias; sharing the keys
+ * that many more queries see than others. */
+#include "bwd_masked.cuh"
+#include "bwd_wide.cuh"
+#include "../forward/fwd_score.cuh" /* columns_in */
+
+namespace {
+
+/* ---- 1. the mask ----------------------------------------------------------------------------- */
+/* BwdTileOf::edge of a step whose block is partial, or cut by the end of the keys: its kind,
+ * whether all queries see its keys, and the place of its stored words. */
+__device__ __forceinline__ int edge_of(int kind, int full, int words) {
+    return kind | full << 2 | words << 3;
+}
+
+/* Which of a lane's pairs the mask shows, as in seen_by_words: bit 2 n + e of seen[r] is row 8 n +
+ * e and key 8 r, relative to the lane's first. */
+__device__ __forceinline__ void seen_by_mask(uint32_t (&seen)[2], const BwdMaskedParams &x,
+                                             const BwdWork &w, const BwdTileOf &t) {
+    const int edge = t.edge, i0 = t.i0;
+    const int32_t *mask = mask_of(x, w.b, __float_as_int(t.slope));
+    if ((edge & 3) == GK_BLOCK_WORDS) {
+        const uint2 *words =
+            (const uint2 *)(mask + x.at.words_t + (int64_t)(edge >> 3) * GK_MASK_BLOCK_INTS);
+        const uint2 two = __ldg(words + 128 * w.rank + mov_tid_x() % 128);
+        seen[0] = two.x >> i0 % GK_MASK_TILE / 4;
+        seen[1] = two.y >> i0 % GK_MASK_TILE / 4;
+        return;
+    }
+    const int4 *source = (const int4 *)(mask + x.at.source);
+    const int key = own_key(w, 0), row = i0 + laneid() % 4 * 2;
+    if (edge & 4 || x.store == GK_MASK_COLUMNS) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int j = key + 8 * r;
+            seen[r] = j < w.seq.seq_k ? ~0u : 0u;
+            if (edge & 4 || j >= w.seq.seq_k) continue;
+            const int4 c = __ldg(source + j); /* rows that do not see the key */
+            seen[r] =
+                ~(columns_in<16>(c.x - row, c.y - row) | columns_in<16>(c.z - row, c.w - row));
+        }
+        return;
+    }
+    seen[0] = seen[1] = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < 16; ++bit) {
+        const int i = row + bit / 2 * 8 + bit % 2;
+        if (i >= w.seq.seq_q) break;
+        const int4 a = __ldg(source + i); /* keys that the row sees */
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int j = key + 8 * r;
+            seen[r] |= (uint32_t)((j >= a.x && j < a.y) || (j >= a.z && j < a.w)) << bit;
+        }
+    }
+}
+
+/* ---- 2. the producer ------------------------------------------------------------------------- */
+/* One warp loads K, V and the columns of the other block's K once, then Q with its stats, and dO,
+ * step after step. In the second launch it replaces their NaN and inf. */
+template <class T, class Tile>
+__device__ __forceinline__ void load_masked_pair(const BwdMaskedParams &x, const BwdWork &w,
+                                                 unsigned char *smem, smem_addr smem_s) {
+    typedef BwdSmem<Tile> S;
+    const Bwd &g = x.g;
+    const smem_addr raw_s = smem_s + S::RAW, kv_s = smem_s + S::KV_FULL;
+    if (laneid() == 0) {
+        const int peer_j0 = w.j0 + (w.rank == 0 ? Tile::BKV : -Tile::BKV);
+        const smem_addr to_s = x.again ? raw_s : kv_s;
+        mbarrier_arrive_expect_tx(to_s, S::K::bytes + S::V::bytes + S::PeerK::bytes);
+        load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.j0, w.kv_head, w.b, to_s);
+        load_panels<typename S::V>(smem_s + S::V_AT, &x.v, w.j0, w.kv_head, w.b, to_s);
+        load_panels<typename S::PeerK>(smem_s + S::PEER_K_AT, &x.k, peer_j0, w.kv_head, w.b, to_s,
+                                       S::PeerK::cols * w.rank);
+    }
+    if (x.again) {
+        mbarrier_wait(raw_s, 0);
+        clear_wild<T, typename S::K>(smem_s + S::K_AT);
+        clear_wild<T, typename S::V>(smem_s + S::V_AT);
+        clear_wild<T, typename S::PeerK>(smem_s + S::PEER_K_AT);
+        fence_proxy_async(); /* orders this lane's stores before WGMMA's reads */
+        __syncwarp();
+        if (laneid() == 0) mbarrier_arrive(kv_s);
+    }
+    const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
+    const tma_steps<Tile::O_STAGES> o_ring = {smem_s + S::O_RING};
+    const BwdPlace at = {smem_s + S::PLACE};
+    at.set(BwdPlace::KEPT, 0); /* place() has set the other fields */
+    at.set(BwdPlace::ROW, GK_MASK_TILE - Tile::BQ);
+    __syncwarp();
+#pragma unroll 1
+    for (int n = 0; n < ((const volatile BwdWork &)w).tiles; ++n) {
+        next_step<Tile>(x, w, at);
+        const smem_addr q_s = smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes,
+                        o_s = smem_s + S::O_AT + o_ring.stage(n) * S::O::bytes,
+                        stats_s = smem_s + S::STATS_AT + ring.stage(n) * S::STATS;
+        ring.wait_empty(n);
+        if (laneid() == 0) {
+            const smem_addr to_s = x.again ? raw_s : ring.full(n);
+            const int i0 = at[BwdPlace::ROW], kind = at[BwdPlace::KIND];
+            load_panels<typename S::Q>(q_s, &x.q, i0, at[BwdPlace::HEAD], w.b, to_s);
+            const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / Tile::BQ;
+            const int edge =
+                kind == GK_BLOCK_FULL ? 0 : edge_of(kind, at[BwdPlace::FULL], at[BwdPlace::WORDS]);
+            ((BwdTileOf *)(smem + S::TILES))[ring.stage(n)] = {stats_tile, edge, i0,
+                                                               __int_as_float(at[BwdPlace::HEAD])};
+            if (n == 0) { /* see load_tiles */
+                wait_count(x.rows_done + w.task.unit, x.grid.rows * S::BLOCKS * BwdGrid::PARTS);
+                fence_proxy_async_global();
+            }
+            mbarrier_arrive_expect_tx(to_s, S::Q::bytes + S::STATS);
+            bulk_load(stats_s, (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS,
+                      to_s);
+        }
+        __syncwarp();
+        if (x.again) { /* the barrier RAW has one phase for K and V, then two for each step */
+            mbarrier_wait(raw_s, 1);
+            clear_wild<T, typename S::Q>(q_s);
+            carry_nan<Tile>(stats_s);
+            fence_proxy_async(); /* as above */
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(ring.full(n));
+        }
+        o_ring.wait_empty(n);
+        if (laneid() == 0) {
+            const smem_addr to_s = x.again ? raw_s : o_ring.full(n);
+            mbarrier_arrive_expect_tx(to_s, S::O::bytes);
+            load_panels<typename S::O>(o_s, &x.grad_out, at[BwdPlace::ROW], at[BwdPlace::HEAD], w.b,
+                                       to_s);
+        }
+        __syncwarp();
+        if (x.again) {
+            mbarrier_wait(raw_s, 0);
+            clear_wild<T, typename S::O>(o_s);
+            fence_proxy_async(); /* as above */
+            __syncwarp();
+            if (laneid() == 0) mbarrier_arrive(o_ring.full(n));
+        }
+    }
+}
+
+/* ---- 3. the consumer ------------------------------------------------------------------------- */
+template <class T, class Tile_, bool MODIFIED, bool ORDERED>
+struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
+    typedef Tile_ Tile;
+    typedef BwdMaskedParams Params;
+    typedef BwdSmem<Tile> S;
+    static constexpr bool SPLITS = false;
+    static_assert(GK_MASK_TILE == 2 * Tile::BQ && GK_MASK_TILE == 2 * Tile::BKV && !ORDERED,
+                  "a pair has a tile of keys, and a step half of a block of queries");
+
+    static __device__ __forceinline__ bool leaves(const Params &x) {
+        return x.again && *x.spoilt == 0;
+    }
+    /* w.tile_lo is the length of the first head's list. One thread. */
+    static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr smem_s) {
+        const Bwd &g = x.g;
+        w.rank = (int)cluster_ctarank();
+        w.task = x.grid.task(blockIdx.x / S::BLOCKS);
+        w.b = (int)x.by_heads.into((uint32_t)w.task.unit);
+        w.kv_head = w.task.unit - w.b * g.p.heads_kv;
+        w.first_head = w.kv_head * g.p.group;
+        if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
+        const int4 *tiles = (const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t);
+        const int4 longest = __ldg(tiles + w.task.index);
+        const int tile = longest.z;
+        w.j0 = tile * GK_MASK_TILE + w.rank * Tile::BKV;
+        w.seq = sequence_of(g.p, w.b);
+        w.row_tile = row_tile_of(g, w.seq, w.b);
+        w.tile_lo = longest.x;
+        const BwdPlace at = {smem_s + S::PLACE};
+        at.set(BwdPlace::HEAD, w.first_head - 1);
+        at.set(BwdPlace::LEFT, 0);
+        at.set(BwdPlace::INDEX, 0);
+        w.tiles =
+            steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), 0, longest.x, w.seq.seq_q);
+        if (x.mask_head == 0) {
+            w.tiles *= g.p.group;
+            return;
+        }
+#pragma unroll 1
+        for (int h = 1; h < g.p.group; ++h) {
+            const uint16_t *list = list_of(x, w.b, w.first_head + h, tile);
+            w.tiles += steps_of_list<Tile>(list, 0, length_of(x, list), w.seq.seq_q);
+        }
+    }
+    static __device__ __forceinline__ void load(const Params &x, const BwdWork &w,
+                                                unsigned char *smem, smem_addr smem_s) {
+        load_masked_pair<T, Tile>(x, w, smem, smem_s);
+    }
+    __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
+                                          int warpgroup) {
+        float wild = 0; /* NaN if a gradient is NaN or inf */
+#pragma unroll
+        for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) wild = fmaf(this->sum[i], 0.f, wild);
+        if (wild != 0) *x.spoilt = 1;
+        BwdWideConsumer<T, Tile_, MODIFIED, ORDERED>::store(x, w, smem_s, warpgroup);
+    }
+};
+
+/* ---- 4. table -------------------------------------------------------------------------------- */
+#define ROW(name, T, dtype, TILE)                                           \
+    {name,                                                                  \
+     dtype,                                                                 \
+     plan_masked<TILE>,                                                     \
+     run_masked<T, BwdMaskedWideConsumer<T, TILE, false, false>>,           \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+     NULL}
+#define ROWS(label, TILE)                                                              \
+    ROW("flash_attn_bwd_masked_wide_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        ROW("flash_attn_bwd_masked_wide_sm90a_f16_" label, __half, GK_F16, TILE)
+
+typedef BwdMasked<BwdHopper192, 1, 0> Masked192;
+typedef BwdMasked<BwdHopper256, 1, 0> Masked256;
+
+const gk_cuda_instance instances[] = {ROWS("d192_mask", Masked192), ROWS("d256_mask", Masked256)};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_bwd_masked_wide_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};
