@@ -440,6 +440,70 @@ def shared_keys(kind, seq_q, seq_k, heads):
     return gk.attn_mask_of((seen & bools(heads, seq_q, seq_k, share=0.99))[None].cuda())
 
 
+@pytest.mark.parametrize("lengths", [(640, 640), (333, 1291), (1236, 300), (37, 200), (257, 512)])
+@pytest.mark.parametrize("dims", WIDE)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_of_wide_heads(dims, lengths, dtype):
+    """Every source of a mask against float64, with sinks and groups of heads; NaN in keys that no
+    query sees and in queries that see nothing; dk and dv have the same bits twice."""
+    seq_q, seq_k = lengths
+    kinds = [(make, args, options) for _, make, args, options in masks(*lengths)]
+    kinds.append((gk.attn_mask_ranges, (windows(*lengths)[None, None], seq_k), {}))
+    leaves = {
+        "q": draw((2, 4, seq_q, dims[0]), dtype, 0).cuda(),
+        "k": draw((2, 2, seq_k, dims[0]), dtype, 1).cuda(),
+        "v": draw((2, 2, seq_k, dims[1]), dtype, 2).cuda() + 0.25,
+        "sinks": draw((4,), F32, 7).cuda(),
+    }
+    grad = draw((2, 4, seq_q, dims[1]), dtype, 5).cuda()
+    for make, args, options in kinds:
+        given = (x.cuda() if isinstance(x, torch.Tensor) else x for x in args)
+        mask = make(*given, **options)
+        seen = mask.dense().any(2).flatten(0, 1).any(0)[:, None]
+        sees = mask.dense().any(3).flatten(0, 1).any(0)[:, None]
+
+        def gradients(attend, value, wide, seen=seen, sees=sees, mask=mask):
+            own = {}
+            for name, x in leaves.items():
+                known = sees if name == "q" else seen
+                own[name] = x.clone() if name == "sinks" else torch.where(known, x, value)
+                own[name] = (own[name].double() if wide else own[name]).requires_grad_()
+            out = attend(**own, attn_mask=mask)
+            past = torch.where(sees, grad, value).to(out.dtype)
+            return torch.autograd.grad(out, own.values(), past)
+
+        got = gradients(gk.flash_attn, math.nan, False)
+        again = gradients(gk.flash_attn, math.nan, False)
+        assert torch.equal(got[1], again[1])
+        assert torch.equal(got[2], again[2])
+        want = gradients(reference.flash_attn, 0.0, True)
+        limit = {BF16: 2e-2, F16: 8e-3}[dtype]
+        for name, x, y in zip(leaves, got, want, strict=True):
+            assert x.isfinite().all(), name
+            tiles = [(x.double(), y)]
+            if name != "sinks":
+                tiles = zip(x.double().split(128, -2), y.split(128, -2), strict=True)
+            for part, own in tiles:
+                error, norm = (part - own).norm(), own.norm()
+                assert error <= limit * max(norm, 1e-2 * own.numel() ** 0.5), (name, error / norm)
+
+
+def test_wide_gradients_of_rows_with_nan():
+    """A NaN in a row of grad_out reaches the keys that the row sees, and no others."""
+    q, k, v = (draw((1, 2, 300, 256), BF16, seed).cuda().requires_grad_() for seed in range(3))
+    mask = bools(1, 1, 300, 300).cuda()
+    grad = draw((1, 2, 300, 256), BF16, 5).cuda()
+    clean = torch.autograd.grad(gk.flash_attn(q, k, v, attn_mask=mask), (q, k, v), grad)
+    grad[:, :, 77] = math.nan
+    found = torch.autograd.grad(gk.flash_attn(q, k, v, attn_mask=mask), (q, k, v), grad)
+    sees = mask[0, 0, 77]
+    for x, y in zip(clean[1:], found[1:], strict=True):
+        assert y[:, :, sees].isnan().all()
+        near(y[:, :, ~sees], x[:, :, ~sees].cpu(), BF16)
+    others = torch.arange(300).cuda() != 77
+    near(found[0][:, :, others], clean[0][:, :, others].cpu(), BF16)
+
+
 MANY = [
     (kind, extra, size)
     for kind in ("ranges", "columns", "bools")
