@@ -128,10 +128,11 @@ static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
 #ifdef LACKS_SM90A
 /* Tables without instances in the place of those that _sm90a.cu files define. */
 #define NONE(name) const gk_cuda_table gk_##name##_table = {NULL, 0, 90, NULL};
+NONE(flash_attn_bwd_masked_sm90a)
+NONE(flash_attn_bwd_masked_wide_sm90a)
 NONE(flash_attn_bwd_partial_sm90a)
 NONE(flash_attn_bwd_sm90a)
 NONE(flash_attn_bwd_wide_sm90a)
-NONE(flash_attn_bwd_masked_wide_sm90a)
 NONE(rope_kv_write_sm90a)
 NONE(flash_attn_fp8_sm90a)
 NONE(flash_attn_fwd_masked_sm90a)
