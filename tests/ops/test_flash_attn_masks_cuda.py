@@ -215,6 +215,30 @@ def test_biases_of_wide_heads(dims, lengths, dtype):
                 near(x, y.cpu(), dtype)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("window", [(90, 20), (33, -1), (7, 3)])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_bias_beside_a_window(head_dim, window, dtype):
+    """The first key of a tile is any number, where TMA wants columns in multiples of 16 bytes."""
+    left, right = window
+    rule = {"window_left": left, "window_right": right}
+    q = draw((2, 4, 300, head_dim), dtype, 0).cuda().requires_grad_()
+    k, v = (draw((2, 2, 384, head_dim), dtype, seed).cuda().requires_grad_() for seed in (1, 2))
+    bias = (3 * draw((1, 4, 300, 384), dtype, 9)).cuda().requires_grad_()
+    leaves = (q, k, v, bias)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    out = gk.flash_attn(*leaves[:3], bias=bias, **rule)
+    want = reference.flash_attn(*wide[:3], bias=wide[3], **rule)
+    near(out, want.detach().cpu(), dtype)
+    grad = draw(tuple(out.shape), dtype, 10).cuda()
+    for got, exact in zip(
+        torch.autograd.grad(out, leaves, grad),
+        torch.autograd.grad(want, wide, grad.double()),
+        strict=True,
+    ):
+        assert (got.double() - exact).abs().max() <= 0.02 * exact.abs().max()
+
+
 @pytest.mark.parametrize("dims", WIDE)
 def test_a_row_of_a_wide_head_stands_alone(dims):
     """Rows with the same mask have the same bits, whatever their neighbours see, also where a row's

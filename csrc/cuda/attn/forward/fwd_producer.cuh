@@ -286,6 +286,7 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
                             InBoxes<Tile>::value        ? 1 << x.box_log2
                             : ScoresOf<Tile>::BIAS == 3 ? 4 /* 16 bytes of the table */
                             : ScoresOf<Tile>::BIAS == 2 ? LIFT_ROWS
+                            : ScoresOf<Tile>::BIAS == 1 ? 8 /* 16 bytes, which TMA's columns need */
                                                         : 1);
     /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
      * hold anything, including NaN. */
