@@ -47,6 +47,8 @@ def accelerate(
     - The rotary embedding of the model's family becomes `rope`. It is a function of the family's
       module, so other models of the family in the process use it, too.
     - Mixtures of experts are multiplied by `grouped_gemm`.
+    - On CUDA, q_proj, k_proj and v_proj are one product where no gradient is wanted. Their weights
+      become views of one tensor.
     - A causal model that is given labels computes its loss by `linear_cross_entropy`. Its logits
       are then None.
 

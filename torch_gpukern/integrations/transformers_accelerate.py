@@ -21,6 +21,7 @@ from ..nn.quant.quantize import Quantized, quantize
 from ..nn.rows import served
 from ..ops import linear, rope
 from ..ops.fakes import stats_dtype
+from . import transformers_qkv as qkv
 
 __all__ = ["Accelerated"]
 
@@ -96,10 +97,7 @@ def change(
             done.left[f"{paths} in {quantise}"] = why
     if not loss:
         done.left["loss"] = "loss=False"
-    if any({"q_proj", "k_proj", "v_proj"} <= m._modules.keys() for m in model.modules()):
-        done.left["q, k and v as one product"] = (
-            "the model calls q_proj, k_proj and v_proj one by one"
-        )
+    _projections(done, model)
 
 
 def _count_layers(done: Accelerated) -> None:
@@ -230,6 +228,24 @@ def _experts(
 
     done._undo.append(undo)
     done.done["experts"] = f"{len(found)} {kind} -> grouped_gemm"
+
+
+def _projections(done: Accelerated, model: PreTrainedModel) -> None:
+    """q, k and v as one product."""
+    count, left = 0, {}
+    for path, module in model.named_modules():
+        if not set(qkv.NAMES) <= module._modules.keys():
+            continue
+        kind, why = qkv.join(module)
+        if kind is None:
+            left[why] = None
+            continue
+        done.patched._become(path, module, kind)
+        count += 1
+    if count:
+        done.done[f"q, k and v of {count} attentions"] = "one product where no gradient is wanted"
+    if left:
+        done.left["q, k and v as one product"] = "; ".join(left)
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------

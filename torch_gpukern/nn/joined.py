@@ -23,7 +23,7 @@ from .layers import Linear, has_hooks
 from .quant.quantized import QuantizedLinear
 from .quant.schemes import SCHEMES, Tensors
 
-__all__ = ["Joined", "joined"]
+__all__ = ["Joined", "joined", "side_by_side"]
 
 
 class Joined:
@@ -85,7 +85,7 @@ def joined(layers: Sequence[Any]) -> Joined | None:
         weights = [layer.weight for layer in layers]
         if len({(w.dtype, w.device, w.shape[1]) for w in weights}) != 1:
             return None
-        whole, parts = _side_by_side([w.detach() for w in weights])
+        whole, parts = side_by_side([w.detach() for w in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part
         return _Plain(whole, bias, sizes)
@@ -157,13 +157,13 @@ def _joined_tensors(tensors: list[Tensor], dim: int | None) -> tuple[Tensor, lis
     if dim:
         whole = torch.cat(bytes_of, dim)
         return whole.view(dtype) if dtype.itemsize == 1 else whole, None
-    whole, parts = _side_by_side(bytes_of)
+    whole, parts = side_by_side(bytes_of)
     if dtype.itemsize == 1:
         return whole.view(dtype), [part.view(dtype) for part in parts]
     return whole, parts
 
 
-def _side_by_side(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def side_by_side(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """One tensor with all rows, and a view of it for each tensor. If the tensors already follow
     each other in one storage, nothing is copied."""
     first, rows = tensors[0], [t.shape[0] for t in tensors]
