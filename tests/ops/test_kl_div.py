@@ -16,7 +16,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}
 BETAS = (0.0, 0.3, 1.0)
 # for every cluster of the CUDA kernels and the CPU's block sums; whole vectors and others
-COLUMNS = (1, 2, 7, 8, 100, 1000, 1032, 4104, 8192, 12000, 20000, 32000, 40001, 65544, 128256)
+COLUMNS = (
+    1,
+    2,
+    7,
+    8,
+    100,
+    1000,
+    1032,
+    4104,
+    8192,
+    12000,
+    12288,
+    20000,
+    32000,
+    40001,
+    65544,
+    128256,
+)
 
 
 def formulas(z, teacher, beta, temperature):

@@ -13,7 +13,7 @@ namespace {
 using namespace kl_div;
 
 /* Bytes of shared memory for both rows, of some 75 KB that each of BLOCKS blocks of an SM may have.
- */
+ * Every launch asks for all of them: clusters_at_once asks the driver once for each kernel. */
 constexpr int KEPT_BYTES = 72 * 1024;
 /* Bytes of a row. Shorter rows lie in L2 anyway, and do not fill a block's threads. */
 constexpr int64_t LEAST = 16 * 1024;
@@ -34,14 +34,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
     /* whole chunks, or all of a part */
     const int room = KEPT_BYTES / 32;
     p.kept = p.part <= room ? (int)p.part : room / CHUNK * CHUNK;
-    const size_t bytes = (size_t)p.kept * 32;
     return of_dtypes<T>(a, [&](auto which) {
         typedef decltype(which) C;
         constexpr auto KERNEL = kl_div_kernel<T, typename C::D, V, CLUSTER, C::KIND>;
         int64_t most = BLOCKS * gk_gpu_of(ctx->index)->num_sms;
-        if constexpr (CLUSTER > 1) most = clusters_at_once<KERNEL>(ctx, THREADS, bytes, CLUSTER);
+        if constexpr (CLUSTER > 1)
+            most = clusters_at_once<KERNEL>(ctx, THREADS, KEPT_BYTES, CLUSTER);
         const dim3 grid((unsigned)gk_min_i64(most, p.rows) * CLUSTER);
-        return launch<KERNEL>("gk_kl_div", ctx, grid, THREADS, bytes, p, false, CLUSTER);
+        return launch<KERNEL>("gk_kl_div", ctx, grid, THREADS, KEPT_BYTES, p, false, CLUSTER);
     });
 }
 
