@@ -70,12 +70,14 @@ def around(own: Tensor) -> tuple[Tensor, Tensor]:
     return own.detach() + step, own.detach() - step
 
 
-def ours(name: str, g: Inputs, low_memory: bool = True) -> Tensor:
-    x, w, target, how = g["x"], g["weight"], g["target"], {"low_memory": low_memory}
+def ours(name: str, g: Inputs, default: bool = True) -> Tensor:
+    """default: low_memory is as it is if it is not given."""
+    x, w, target = g["x"], g["weight"], g["target"]
+    how = {"low_memory": default != (name == "kl")}
     if name == "dpo":
         return gnn.linear_dpo_loss(x, w, target, g["ref_x"], g["ref_weight"], **how).loss
     if name == "kl":
-        return gnn.linear_kl_div(x, w, g["ref_x"], g["ref_weight"], target=target)
+        return gnn.linear_kl_div(x, w, g["ref_x"], g["ref_weight"], target=target, **how)
     return policy(gnn.linear_log_probs(x, w, target, **how), g, g["old"], g["ref"])
 
 
@@ -155,8 +157,8 @@ def measure(name: str, given: Inputs, device: str, seconds: float) -> None:
         found = gnn.linear_log_probs(given["x"], given["weight"], given["target"])
     given = given | dict(zip(("old", "ref"), around(found), strict=True))
     losses = {"gpukern": lambda g: ours(name, g), "torch, logits": lambda g: with_logits(name, g)}
-    if name != "kl":
-        losses["gpukern, gradient of logits kept"] = lambda g: ours(name, g, False)
+    other = "low_memory=True" if name == "kl" else "low_memory=False"
+    losses[f"gpukern, {other}"] = lambda g: ours(name, g, False)
     try:
         losses["liger"] = liger(name, device == "cuda")
     except ImportError as error:

@@ -222,10 +222,11 @@ void define_composed(gk::Library &m) {
     m.def("kl_div_bwd(Tensor grad_loss, Tensor dlogits) -> Tensor");
     m.def("linear_kl_div_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor "
           "teacher_weight, Tensor? teacher_bias, Tensor? mask, float beta, float temperature, str "
-          "fp32_precision, str reduction" LCE_NEEDS
+          "fp32_precision, str reduction, bool low_memory" LCE_NEEDS
           ") -> (Tensor loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias)");
     m.def("linear_kl_div_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, Tensor "
-          "dbias, Tensor x, str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor "
+          "dbias, Tensor x, str fp32_precision, bool low_memory) -> (Tensor dx_scaled, Tensor "
+          "dweight, Tensor "
           "dbias_scaled)");
     m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
           "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, float "

@@ -49,6 +49,7 @@ __all__ = [
     "rows_backward",
     "scalar",
     "scaled",
+    "times",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of x and weight
@@ -144,12 +145,14 @@ def _product(
 
 
 class _Sum:
-    """A sum [n, h] of products, in float32. gemm cannot add to its result in place: it reads c from
-    other memory. So each addition moves the sum by `step` rows, slice after slice, and the next one
-    moves it back."""
+    """A sum [n, h] of products, in float32 unless another dtype is given. gemm cannot add to its
+    result in place: it reads c from other memory. So each addition moves the sum by `step` rows,
+    slice after slice, and the next one moves it back."""
 
-    def __init__(self, like: Tensor, n: int, h: int, rules: Rules) -> None:
-        wide = accumulator(like)
+    def __init__(
+        self, like: Tensor, n: int, h: int, rules: Rules, dtype: torch.dtype | None = None
+    ) -> None:
+        wide = accumulator(like) if dtype is None else dtype
         self.rules, self.n, self.step = (
             rules,
             n,
@@ -284,6 +287,7 @@ def gradients_by_rows(
     need_bias: bool,
     loss_of: Callable[[slice, Tensor, Tensor | None], None],
     others: int = 0,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx [M, H], kept [rows, V], dbias [V]) of a loss over the logits z of x and weight, empty if
     not needed.
@@ -291,9 +295,12 @@ def gradients_by_rows(
     loss_of(rows, z, dz) computes the losses of some rows from their z and writes the gradient of
     their sum to dz, which may be z itself. dz is None if no gradient is needed. `others` says how
     many more tensors like z it allocates; the rows of a call are then fewer by as much.
+
+    sum_dtype: kept is the sum of dweight [V, H] in this dtype, and dz exists for H / 2 rows.
     """
     (m, h), v, wide = x.shape, weight.shape[0], accumulator(x)
-    whole = need_weight and kept_rows(x, m) == m
+    summed = sum_dtype is not None
+    whole = need_weight and not summed and kept_rows(x, m) == m
     alone = whole or not (need_x or need_weight)  # z needs no buffer of dz beside it
     step = rows_at_once(x, v, (_MOST_BYTES * 3 // 2 if alone else _MOST_BYTES) // (1 + others))
     dx = x.new_empty((m, h) if need_x else 0)
@@ -302,11 +309,15 @@ def gradients_by_rows(
     # Rows whose dz is multiplied at once. Unless all of dz is kept, a block is about as large as
     # the sum of dweight.
     block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
-    total = _Sum(x, v, h, rules) if need_weight and not whole else None
+    if need_weight and summed:
+        block = _even(m, max(1, h // 2))
+    total = _Sum(x, v, h, rules, sum_dtype) if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
     # Backward allocates dweight beside kept, so z may have as many bytes without raising the peak.
+    # With sum_dtype that is half of it, as much as the other half that dz takes.
     if need_weight and _prefers_many_rows(x):
-        step = max(step, _whole_tiles(h * x.dtype.itemsize // (wide.itemsize * (1 + others))))
+        parts = (1 + others) * (2 if summed else 1)
+        step = max(step, _whole_tiles(h * x.dtype.itemsize // (wide.itemsize * parts)))
     most = step if others else m
     room = kept if whole else x.new_empty(min(block, m), v) if need_x or need_weight else None
     direct = room is not None and x.dtype is wide  # then z is written where dz is wanted
@@ -325,7 +336,9 @@ def gradients_by_rows(
             _product(dz, weight, dx[outer], rules)
         if total is not None:
             total.add(lambda s, dz=dz, xs=xs: (dz[:, s].mT, xs))
-    if total is not None:
+    if total is not None and summed:
+        kept = total.value
+    elif total is not None:
         kept = total.value.view(-1).view(x.dtype).view(kept_rows(x, m), v)
     return dx, kept, dbias
 
@@ -338,18 +351,18 @@ def scaled(
     if kept.dim() < 2:
         dweight = x.new_empty(0)
     elif kept.shape[0] < m:
-        dweight = _times(kept.view(-1).view(wide).view(kept.shape[1], h), factor, x.dtype)
+        dweight = times(kept.view(-1).view(wide).view(kept.shape[1], h), factor, x.dtype)
     else:
         dweight = x.new_empty(kept.shape[1], h)
         # a gradient scaler may make factor so large that factor * x overflows
         if x.dtype is torch.float16:
             _times_product(kept.mT, x, dweight, factor, rules)
         else:
-            _product(kept.mT, _times(x, factor, x.dtype), dweight, rules)
-    return _times(dx, factor, x.dtype), dweight, _times(dbias, factor, x.dtype)
+            _product(kept.mT, times(x, factor, x.dtype), dweight, rules)
+    return times(dx, factor, x.dtype), dweight, times(dbias, factor, x.dtype)
 
 
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x * factor in factor's dtype, rounded once."""
     if x.dtype is factor.dtype and x.dtype is dtype:
         return x * factor

@@ -32,6 +32,7 @@ def linear_kl_div(
     beta: float = 0.0,
     temperature: float = 1.0,
     reduction: Literal["mean", "sum"] = "mean",
+    low_memory: bool = False,
 ) -> Tensor:
     """Distillation: the divergence of student and teacher over all classes, without either's
     logits in memory. `kl_div` of the results of two linear layers, whose logits are float32
@@ -49,6 +50,8 @@ def linear_kl_div(
         target: [...] int64; tokens whose target is ignore_index do not count, and their x may be
             NaN. None counts all.
         reduction: ``"mean"`` over the tokens that count, or ``"sum"``.
+        low_memory: sum the gradient of weight in weight's dtype (float32 for float16), over blocks
+            of H / 2 tokens. Every block rounds the sum.
 
     Returns:
         [] float32 (float64 for float64). Gradients of x, weight and bias are made in the forward
@@ -62,7 +65,8 @@ def linear_kl_div(
         min(b M V, 8 V H) + 128 MiB + 4 b M H + 256 MiB                      on the CPU
 
     where weight requires a gradient; part of it is free before the gradient of weight is allocated.
-    If weight requires none, it is 256 MiB + 4 b M H. In float64, 8 V H doubles.
+    If weight requires none, it is 256 MiB + 4 b M H. In float64, 8 V H doubles. With low_memory it
+    is 2 b V H + 4 b M H + 256 MiB (3 b V H for float16).
 
     Raises:
         ValueError: shapes that do not fit, beta outside [0, 1], a temperature that is not positive,
@@ -99,7 +103,17 @@ def linear_kl_div(
     wants = (t is not None and is_grad_enabled() and t.requires_grad for t in (rows, weight, bias))
     precision = "tf32" if tf32 else "ieee"
     return _scalar.call(
-        rows, weight, bias, *teacher, mask, beta, temperature, precision, reduction, *wants
+        rows,
+        weight,
+        bias,
+        *teacher,
+        mask,
+        beta,
+        temperature,
+        precision,
+        reduction,
+        low_memory,
+        *wants,
     )[0]
 
 
@@ -110,7 +124,7 @@ def _require(holds: bool, text: str) -> None:
 
 def _kernel(
     x, weight, bias, teacher_x, teacher_weight, teacher_bias, mask, beta, temperature,
-    fp32_precision, reduction, need_x, need_weight, need_bias,
+    fp32_precision, reduction, low_memory, need_x, need_weight, need_bias,
 ):  # fmt: skip
     wide = chunks.accumulator(x)
     rules = chunks.Rules(None, 0, 0.0, 0.0, 1.0, 0.0, fp32_precision)
@@ -140,7 +154,7 @@ def _kernel(
     needs = need_x, need_weight, need_bias and bias is not None
     own_bias = None if bias is None else bias.to(x.dtype)
     dx, kept, dbias = chunks.gradients_by_rows(
-        x, weight, own_bias, rules, *needs, loss_of, others=1
+        x, weight, own_bias, rules, *needs, loss_of, others=1, sum_dtype=_sum_dtype(x, low_memory)
     )
     total, factor = loss.sum(dtype=torch.float64), loss.new_ones(())
     if reduction == "mean":
@@ -152,20 +166,36 @@ def _kernel(
     return total.to(wide), factor, dx, kept, dbias
 
 
-def _bwd_kernel(grad_loss, factor, dx, kept, dbias, x, fp32_precision):
+def _sum_dtype(x: Tensor, low_memory: bool) -> torch.dtype | None:
+    if not low_memory:
+        return None
+    # the gradient of a sum over all tokens may exceed float16
+    return torch.float32 if x.dtype is torch.float16 else x.dtype
+
+
+def _bwd_kernel(grad_loss, factor, dx, kept, dbias, x, fp32_precision, low_memory):
+    if low_memory:
+        factor = factor * grad_loss
+        dweight = chunks.times(kept, factor, x.dtype)
+        return chunks.times(dx, factor, x.dtype), dweight, chunks.times(dbias, factor, x.dtype)
     rules = chunks.Rules(None, 0, 0.0, 0.0, 1.0, 0.0, fp32_precision)
     return chunks.scaled(factor * grad_loss, dx, kept, dbias, x, rules)
 
 
-def _fake(x, weight, bias, need_x, need_weight, need_bias, **_):
+def _fake(x, weight, bias, low_memory, need_x, need_weight, need_bias, **_):
     wide, v = chunks.accumulator(x), weight.shape[0]
     loss, factor = (x.new_empty((), dtype=wide) for _ in range(2))
-    kept = x.new_empty((chunks.kept_rows(x, x.shape[0]), v) if need_weight else 0)
+    rows = chunks.kept_rows(x, x.shape[0])
+    kept = x.new_empty((rows, v) if need_weight else 0)
+    if low_memory and need_weight:
+        kept = x.new_empty(weight.shape, dtype=_sum_dtype(x, True))
     dbias = x.new_empty(v if need_bias and bias is not None else 0, dtype=wide)
     return loss, factor, x.new_empty(x.shape if need_x else 0), kept, dbias
 
 
-def _bwd_fake(dx, kept, dbias, x, **_):
+def _bwd_fake(dx, kept, dbias, x, low_memory, **_):
+    if low_memory:
+        return x.new_empty(dx.shape), x.new_empty(kept.shape), x.new_empty(dbias.shape)
     dweight = x.new_empty((kept.shape[1], x.shape[-1]) if kept.dim() == 2 else 0)
     return x.new_empty(dx.shape), dweight, x.new_empty(dbias.shape)
 
@@ -174,8 +204,9 @@ def _save(needs, args, loss, factor, dx, kept, dbias):
     return (factor, dx, kept, dbias, args[0]), {}
 
 
-def _backward(needs, factor, dx, kept, dbias, x, fp32_precision, grad_loss, **_):
-    dx, dweight, dbias = _scalar_bwd.call(grad_loss, factor, dx, kept, dbias, x, fp32_precision)
+def _backward(needs, factor, dx, kept, dbias, x, fp32_precision, low_memory, grad_loss, **_):
+    made = grad_loss, factor, dx, kept, dbias, x, fp32_precision, low_memory
+    dx, dweight, dbias = _scalar_bwd.call(*made)
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 
