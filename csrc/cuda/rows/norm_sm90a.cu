@@ -45,6 +45,16 @@ bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *ar
      norm_bwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
+/* Rows of 16 bits up to 65536 values: four blocks of 256 threads on an SM instead of two of 512, so
+ * that three can load or store while one waits for the others' sums. */
+#define FWD_HALF(T, DTYPE, NAME, CLUSTER)       \
+    {"norm_fwd_sm90a_" NAME "_256x4x" #CLUSTER, \
+     DTYPE,                                     \
+     norm_fwd_plan,                             \
+     norm_fwd_run<T, 256, 4, CLUSTER>,          \
+     GK_ROW_KEY(T, 256, 4, CLUSTER),            \
+     NULL},
+#define FWD_HALVES(T, DTYPE, NAME) FWD_HALF(T, DTYPE, NAME, 4) FWD_HALF(T, DTYPE, NAME, 8)
 #define FWD_SHAPES(T, DTYPE, NAME) \
     FWD(T, DTYPE, NAME, 4, 2)      \
     FWD(T, DTYPE, NAME, 4, 4) FWD(T, DTYPE, NAME, 4, 8) FWD(T, DTYPE, NAME, 8, 8)
@@ -53,8 +63,9 @@ bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *ar
 
 const gk_cuda_instance fwd[] = {
     FEW_SHAPES(__nv_bfloat16, GK_BF16, "bf16") FEW_SHAPES(__half, GK_F16, "f16")
-        FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
-            FWD_SHAPES(__half, GK_F16, "f16")};
+        FWD_HALVES(__nv_bfloat16, GK_BF16, "bf16") FWD_HALVES(__half, GK_F16, "f16")
+            FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
+                FWD_SHAPES(__half, GK_F16, "f16")};
 const gk_cuda_instance bwd[] = {BWD_SHAPES(float, GK_F32, "f32") BWD_SHAPES(
     __nv_bfloat16, GK_BF16, "bf16") BWD_SHAPES(__half, GK_F16, "f16")};
 

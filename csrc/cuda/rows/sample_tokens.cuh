@@ -44,7 +44,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     typedef decltype(wide(T())) Wide;
     static constexpr int VEC = sizeof(T) > 4 ? 2 : 4; /* elements of a load */
     static constexpr int VEC_BYTES = VEC * sizeof(T);
-    static constexpr int AHEAD = PENALISED ? 2 : 3; /* vectors of a thread on their way, from L2 */
+    /* vectors of a thread on their way, from L2; rows with penalties have no registers for more */
+    static constexpr int AHEAD = PENALISED ? 1 : 3;
     static constexpr int LISTED = S::LISTED;
 
     const Params &p;
@@ -121,18 +122,21 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     __device__ __forceinline__ bool there(int token) const { return token >= 0 && token < end; }
 
     /* Calls f(vector, its number) for the block's vectors. Every lane of a warp takes the same
-     * steps. The next vectors are on their way while f is computed. */
+     * steps. The next vectors are on their way while f is computed. Each has registers of its own:
+     * a copy from register to register would wait for the load. */
     template <int AHEAD = Row::AHEAD, class F> __device__ __forceinline__ void each(F f) const {
         Vec x[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) x[i] = load(i * THREADS + threadIdx.x);
 #pragma unroll 1
-        for (int first = 0; first < vectors; first += THREADS) {
-            const Vec now = x[0];
+        for (int first = threadIdx.x; first - (int)threadIdx.x < vectors;
+             first += AHEAD * THREADS) {
 #pragma unroll
-            for (int i = 0; i + 1 < AHEAD; ++i) x[i] = x[i + 1];
-            x[AHEAD - 1] = load(first + AHEAD * THREADS + threadIdx.x);
-            f(now, first + (int)threadIdx.x);
+            for (int i = 0; i < AHEAD; ++i) {
+                const Vec now = x[i];
+                x[i] = load(first + (AHEAD + i) * THREADS);
+                f(now, first + i * THREADS);
+            }
         }
     }
 
@@ -312,17 +316,12 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         }
         Best<Wide> plain;
         Best<double> other;
-        constexpr int FLIGHT = 3;
+        constexpr int FLIGHT = 2;
         Counted x[FLIGHT];
 #pragma unroll
         for (int i = 0; i < FLIGHT; ++i) x[i] = load_counted(i * THREADS + threadIdx.x);
-#pragma unroll 1
-        for (int first = 0; first < vectors; first += THREADS) {
-            const Counted now = x[0];
-#pragma unroll
-            for (int i = 0; i + 1 < FLIGHT; ++i) x[i] = x[i + 1];
-            x[FLIGHT - 1] = load_counted(first + FLIGHT * THREADS + threadIdx.x);
-            const int j = first + (int)threadIdx.x, group = j / 32;
+        const auto see = [&](const Counted &now, int j) {
+            const int group = j / 32;
             bool differs[VEC];
 #pragma unroll
             for (int e = 0; e < VEC; ++e)
@@ -380,6 +379,16 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             for (int e = 0; e < VEC; ++e)
                 if (there(token_of(j, e)) && !differs[e])
                     plain.see(wide(now.logits.v[e]), token_of(j, e));
+        };
+#pragma unroll 1
+        for (int first = threadIdx.x; first - (int)threadIdx.x < vectors;
+             first += FLIGHT * THREADS) {
+#pragma unroll
+            for (int i = 0; i < FLIGHT; ++i) {
+                const Counted now = x[i];
+                x[i] = load_counted(first + (FLIGHT + i) * THREADS);
+                see(now, first + i * THREADS);
+            }
         }
         __syncthreads();
         const int listed = min(s.values, s.listed_values);
@@ -783,26 +792,29 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             for (int u = 0; u < AHEAD; ++u) x[u] = load_next();
 #pragma unroll 1
             while (c < chunks) {
-                const Vec now = x[0];
 #pragma unroll
-                for (int u = 0; u + 1 < AHEAD; ++u) x[u] = x[u + 1];
-                x[AHEAD - 1] = load_next();
-                int64_t weight[VEC];
-                equals += __popc(kept(f, keep, near, now, (c * each_lane + i) * 32 + lane, weight));
+                for (int u = 0; u < AHEAD; ++u) {
+                    if (c >= chunks) break;
+                    const Vec now = x[u];
+                    x[u] = load_next();
+                    int64_t weight[VEC];
+                    equals +=
+                        __popc(kept(f, keep, near, now, (c * each_lane + i) * 32 + lane, weight));
 #pragma unroll
-                for (int e = 0; e < VEC; ++e) sum += weight[e];
-                if (++i < each_lane) continue;
+                    for (int e = 0; e < VEC; ++e) sum += weight[e];
+                    if (++i < each_lane) continue;
 #pragma unroll
-                for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
-                equals = __reduce_add_sync(ALL, equals);
-                if (lane == 0) {
-                    s.chunks.sum[c] = sum;
-                    s.chunks.equal[c] = equals;
+                    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(ALL, sum, d);
+                    equals = __reduce_add_sync(ALL, equals);
+                    if (lane == 0) {
+                        s.chunks.sum[c] = sum;
+                        s.chunks.equal[c] = equals;
+                    }
+                    sum = 0;
+                    equals = 0;
+                    i = 0;
+                    c += WARPS;
                 }
-                sum = 0;
-                equals = 0;
-                i = 0;
-                c += WARPS;
             }
         }
         __syncthreads();
