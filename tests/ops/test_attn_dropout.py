@@ -7,13 +7,11 @@ import warnings
 
 import pytest
 import torch
+from attention_cases import flash_gradients, for_dtype, modifiers
 from conftest import (
     assert_close_as,
     f64,
-    flash_gradients,
-    for_dtype,
     generator,
-    modifiers,
     on_cpu,
     randn,
     reference,

@@ -14,12 +14,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import Paged, check_paged
 from conftest import (
     FLOATS,
     HALF,
-    Paged,
     assert_close_as,
-    check_paged,
     f64,
     generator,
     ops,

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
+from attention_cases import Paged, check_paged
 from conftest import (
     FLOATS,
     HALF,
-    Paged,
-    check_paged,
     generator,
     grid,
     ops,

@@ -7,26 +7,22 @@ from functools import partial
 
 import pytest
 import torch
+from attention_cases import Paged, check_paged, logit_dtype, paged_modifiers, torch_attn
 from conftest import (
     FLOATS,
     HEAD_DIMS,
-    Paged,
     assert_close_as,
-    check_paged,
     f64,
     far_apart,
     generator,
     grid,
     guarded,
-    logit_dtype,
     ops,
-    paged_modifiers,
     randn,
     reference,
     same_bits,
     snapshot,
     strided,
-    torch_attn,
     torch_gpukern,
     yard_dtype,
 )

@@ -10,13 +10,12 @@ import zlib
 import pytest
 import torch
 import torch._dynamo.testing
+from attention_cases import Paged, paged_modifiers
 from conftest import (
     FLOATS,
-    Paged,
     f64,
     generator,
     grid,
-    paged_modifiers,
     randn,
     reference,
     same_bits,

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from attention_cases import torch_attn
 from conftest import (
     assert_close_as,
     f64,
@@ -13,7 +14,6 @@ from conftest import (
     randn,
     reference,
     same_bits,
-    torch_attn,
     torch_gpukern,
 )
 from hypothesis import given, settings

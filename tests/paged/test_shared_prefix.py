@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from attention_cases import paged_modifiers
 from conftest import (
     FLOATS,
     assert_close_as,
     f64,
     generator,
     grid,
-    paged_modifiers,
     randn,
     reference,
     same_bits,

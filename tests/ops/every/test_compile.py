@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import Paged
 from conftest import (
     ALL,
     FLOATS,
-    Paged,
     assert_close_as,
     generator,
     ops,

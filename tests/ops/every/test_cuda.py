@@ -17,9 +17,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import Paged
 from conftest import (
     TORCH_ACTIVATION,
-    Paged,
     assert_close_as,
     generator,
     integers,

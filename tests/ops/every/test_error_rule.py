@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from attention_cases import reordered
 from conftest import (
     FLOATS,
     MOST_DRAWS,
@@ -21,7 +22,6 @@ from conftest import (
     product,
     randn,
     reference,
-    reordered,
     shuffled,
     torch_gemm,
     yard_dtype,

@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Exact, f64, generator, modifiers, randn, reference, same_bits
+from attention_cases import modifiers
+from conftest import Exact, f64, generator, randn, reference, same_bits
 from exact import product, total
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,27 +5,29 @@ import math
 from functools import cache, partial
 
 import torch
+from attention_cases import (
+    Paged,
+    check_paged,
+    for_dtype,
+    logit_dtype,
+    lse_yardsticks,
+    reordered,
+    reordered_packed,
+    torch_attn,
+)
 from conftest import (
     ACTIVATIONS,
     ALL,
     LAYOUTS,
-    Paged,
     assert_close_as,
-    check_paged,
     f64,
-    for_dtype,
     generator,
-    logit_dtype,
-    lse_yardsticks,
     ops,
     randn,
     reference,
-    reordered,
-    reordered_packed,
     same_bits,
     shuffled,
     strided,
-    torch_attn,
     torch_gemm,
     torch_gpukern,
     yard_dtype,

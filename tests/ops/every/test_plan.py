@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import Paged, generator, ops, randn
+from attention_cases import Paged
+from conftest import generator, ops, randn
 from registry import OPS
 
 import torch_gpukern

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TORCH_ACTIVATION, generator, randn, reference, torch_gpukern, visible
+from attention_cases import visible
+from conftest import TORCH_ACTIVATION, generator, randn, reference, torch_gpukern
 
 
 def close(x, y, dtype=torch.float64):

@@ -8,19 +8,8 @@ import threading
 
 import pytest
 import torch
-from conftest import (
-    ALL,
-    FLOATS,
-    Paged,
-    generator,
-    grid,
-    modifiers,
-    ops,
-    randn,
-    run_python,
-    same_bits,
-    torch_gpukern,
-)
+from attention_cases import Paged, modifiers
+from conftest import ALL, FLOATS, generator, grid, ops, randn, run_python, same_bits, torch_gpukern
 from registry import IN_PLACE, OPS, VARIANTS, Bound
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -615,8 +604,8 @@ print(now() - before)
 EACH_ISA = """
 import torch
 import torch_gpukern
-from conftest import FLOATS, assert_close_as, f64, generator, modifiers, ops, randn, reference, reordered, torch_attn, torch_gemm, yard_dtype
-from conftest import Paged, for_dtype
+from attention_cases import Paged, modifiers, reordered
+from conftest import assert_close_as, f64, generator, ops, randn, reference, torch_gemm
 import json
 
 assert ops.cpu_isa() == "{isa}", ops.cpu_isa()
