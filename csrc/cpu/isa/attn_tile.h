@@ -224,19 +224,16 @@ typedef struct attn_strip_scores {
     const float *bias; /* [n][NR] in ATTN_UNIT */
 } attn_strip_scores;
 
-/* The softmax of keys j0 .. j0 + n for nv vectors of lanes. s [n][NR] holds dot products first and
- * p at the end, as cells [cells(n)][NR]. s times `scale` is the scaled score. Returns true if O^T
- * must be multiplied by *shrink. m starts at -FLT_MAX and stays finite, so a masked score (-inf)
- * gives exactly 0 and never inf - inf. A NaN reaches l. own is NULL unless the call has a mask or
- * a bias. With it, each lane raises its m by itself, so that its bits do not depend on the keys
- * that its neighbours see. words, biased: whether own->word and own->bias are used. */
-INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane,
-                         const attn_job *job, float scale, vf shrink[NV], const int nv,
-                         const bool score_step, const bool edge, const attn_strip_scores *own,
-                         const bool words, const bool biased) {
+/* The scores of keys j0 .. j0 + n, which replace the dot products in s [n][NR], and the largest of
+ * each lane in `top`. What a lane does not see is -inf. words, biased: whether own->word and
+ * own->bias are used. */
+INLINE void attn_top_scores(float *s, int64_t n, int64_t j0, const attn_lanes *lanes, int64_t lane,
+                            const attn_job *job, float scale, vf top[NV], const int nv,
+                            const bool score_step, const bool edge, const attn_strip_scores *own,
+                            const bool words, const bool biased) {
     const float softcap = (float)job->rules->softcap;
     const float cap_in = score_step && softcap > 0 ? scale / softcap : 0;
-    vf top[NV], slope[NV], position[NV];
+    vf slope[NV], position[NV];
     vi lo[NV], hi[NV];
     for (int v = 0; v < nv; ++v) {
         top[v] = vf_set1(-INFINITY);
@@ -252,7 +249,7 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
         }
     }
 
-    /* the largest score; score and span are written back, so that the pass below is one for all */
+    /* score and span are written back, so that `attn_weights` is one for all */
     for (int64_t j = 0; j < n; ++j)
 #pragma GCC unroll 4
         for (int v = 0; v < nv; ++v) {
@@ -276,22 +273,23 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             if (score_step || edge || words || biased) vf_store(at, x);
             top[v] = vf_max(top[v], x);
         }
+}
 
-    /* m moves for a whole vector as soon as one of its lanes lags too far; with a mask or a bias
-     * for that lane alone */
-    const float factor = score_step || PAIR == 1 ? 1 : scale * ATTN_UNIT;
-    vf m[NV], sum[NV];
+/* Raises m to the largest score where it lags too far, and takes l along. Writes m and, where O^T
+ * must be multiplied by it, *shrink. Returns whether it must. m moves for a whole vector as soon as
+ * one of its lanes lags; with `alone` for that lane alone. */
+INLINE bool attn_raise(attn_lanes *lanes, int64_t lane, const vf top[NV], float factor, vf m[NV],
+                       vf shrink[NV], const int nv, const bool alone) {
     bool moved = false;
     for (int v = 0; v < NV; ++v) shrink[v] = vf_set1(1);
     for (int v = 0; v < nv; ++v) {
         const vf l = vf_load(lanes->l + lane + v * W);
         m[v] = vf_load(lanes->m + lane + v * W);
-        sum[v] = vf_set1(0);
-        top[v] = top[v] * factor;
-        const vm lags = vf_lt(m[v] + attn_lag, top[v]);
+        const vf largest = top[v] * factor;
+        const vm lags = vf_lt(m[v] + attn_lag, largest);
         if (vm_any(lags)) {
-            vf to = vf_max(m[v], top[v]);
-            if (own) to = vf_select(lags, to, m[v]);
+            vf to = vf_max(m[v], largest);
+            if (alone) to = vf_select(lags, to, m[v]);
             shrink[v] = attn_p(m[v], 1, to);
             m[v] = to;
             moved |= vm_any(vf_lt(vf_set1(0), l));
@@ -299,7 +297,14 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             vf_store(lanes->l + lane + v * W, l * shrink[v]);
         }
     }
+    return moved;
+}
 
+/* p of the scores in s, as cells [cells(n)][NR] in their place. Adds its sum to l. */
+INLINE void attn_weights(float *s, int64_t n, attn_lanes *lanes, int64_t lane, float factor,
+                         const vf m[NV], const int nv) {
+    vf sum[NV];
+    for (int v = 0; v < nv; ++v) sum[v] = vf_set1(0);
     if (n % PAIR) /* the pair's missing key */
         for (int v = 0; v < nv; ++v) vf_store(s + n * NR + v * W, vf_set1(-INFINITY));
     for (int64_t j = 0; j < n; j += PAIR)
@@ -319,6 +324,24 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
         float *l = lanes->l + lane + v * W;
         vf_store(l, vf_load(l) + sum[v]);
     }
+}
+
+/* The softmax of keys j0 .. j0 + n for nv vectors of lanes. s [n][NR] holds dot products first and
+ * p at the end, as cells [cells(n)][NR]. s times `scale` is the scaled score. Returns true if O^T
+ * must be multiplied by *shrink. m starts at -FLT_MAX and stays finite, so a masked score (-inf)
+ * gives exactly 0 and never inf - inf. A NaN reaches l. own is NULL unless the call has a mask or
+ * a bias. With it, each lane raises its m by itself, so that its bits do not depend on the keys
+ * that its neighbours see. */
+INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane,
+                         const attn_job *job, float scale, vf shrink[NV], const int nv,
+                         const bool score_step, const bool edge, const attn_strip_scores *own,
+                         const bool words, const bool biased) {
+    vf top[NV], m[NV];
+    attn_top_scores(s, n, j0, lanes, lane, job, scale, top, nv, score_step, edge, own, words,
+                    biased);
+    const float factor = score_step || PAIR == 1 ? 1 : scale * ATTN_UNIT;
+    const bool moved = attn_raise(lanes, lane, top, factor, m, shrink, nv, own != NULL);
+    attn_weights(s, n, lanes, lane, factor, m, nv);
     return moved;
 }
 
