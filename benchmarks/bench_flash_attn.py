@@ -445,9 +445,12 @@ def wide_case(seq: int, causal: bool, backward: bool, device) -> Case:
     def gradients(q, k, v, grad, out, lse):
         return ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=causal)[:3]
 
-    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.flash_attn(
-            q[:1, :1, :512].double(), *(x[:1].double() for x in (k, v)), is_causal=causal
+    def exact(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        """The first rows of one head, or of its dq."""
+        rows = q[:1, :1, :512].double().requires_grad_(backward)
+        out = reference.flash_attn(rows, *(x[:1].double() for x in (k, v)), is_causal=causal)
+        return (
+            torch.autograd.grad(out, rows, more[0][:1, :1, :512].double())[0] if backward else out
         )
 
     name = "backward" if backward else "forward"
@@ -458,8 +461,8 @@ def wide_case(seq: int, causal: bool, backward: bool, device) -> Case:
         make=make,
         ours=gradients if backward else forward,
         peers={n: through_autograd(f) for n, f in others.items()} if backward else others,
-        reference=None if backward else exact,
-        compare=lambda out: out[:1, :1, :512],
+        reference=exact,
+        compare=lambda out: (out[0] if backward else out)[:1, :1, :512],
         flops=(10.0 if backward else 4.0) * pairs,
         bytes=(16.0 if backward else 8.0) * batch * heads * seq * shapes.CUDA_ATTN_WIDE_DIM,
         live=list(others) if backward else [],

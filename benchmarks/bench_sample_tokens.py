@@ -88,7 +88,7 @@ def case(group: str, rows: int, vocab: int, device: torch.device) -> Case:
         make=make,
         ours=lambda x: torch_gpukern.sample_tokens(x, **given),
         peers={"eager": lambda x: reference.sample_tokens(x, **given), **flashinfer_calls(group)},
-        reference=None,
+        reference=lambda x: reference.sample_tokens(x, **given).double(),
         limits={"maximum of each row": lambda x: x.amax(-1)},
         optional=("FlashInfer",),
         live=("eager",),  # it copies a table from the host
