@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""accelerate: q, k and v are one product where no gradient is wanted, and three wherever the one
-would be another. On the CPU they are three; these tests let it join them, too."""
+"""accelerate(fuse_qkv=True): q, k and v are one product where no gradient is wanted, and three
+wherever the one would be another."""
 
 import contextlib
 import copy
@@ -24,7 +24,6 @@ IDS = families.words(2, 19)
 @pytest.fixture(autouse=True)
 def products(monkeypatch):
     """The rows of the weights of all joined products, in the order of the calls."""
-    monkeypatch.setattr(qkv, "DEVICES", ("cuda", "cpu"))
     rows, linear = [], qkv.linear
 
     def counted(x, weight, bias):
@@ -41,7 +40,7 @@ def accelerate():
     made = []
 
     def call(model, recipe=None):
-        made.append(gk.accelerate(model, recipe, say=None))
+        made.append(gk.accelerate(model, recipe, fuse_qkv=True, say=None))
         return made[-1]
 
     yield call
@@ -297,3 +296,26 @@ def test_neighbours_by_chance_are_not_joined():
     whole = torch.ones(40, 16)
     parts = [nn.Parameter(part) for part in whole.split([24, 8, 8])]
     assert qkv._together(parts).data_ptr() == whole.data_ptr()
+
+
+def test_restored_weights_are_apart():
+    model = small("Llama")
+    one = attentions_of(model)[0]
+    before = {name: one._modules[name].weight.detach().clone() for name in qkv.NAMES}
+    done = gk.accelerate(model, say=None)
+    assert type(one).__name__ == "LlamaAttention" and not hasattr(type(one), "_gpukern_class")
+    done.restore()
+    done = gk.accelerate(model, fuse_qkv=True, say=None)
+    assert len({one._modules[n].weight.untyped_storage().data_ptr() for n in qkv.NAMES}) == 1
+    done.restore()
+    assert len({one._modules[n].weight.untyped_storage().data_ptr() for n in qkv.NAMES}) == 3
+    for name, weight in before.items():
+        assert torch.equal(one._modules[name].weight, weight)
+
+
+def test_a_deleted_projection_is_missing():
+    model = small("Llama")
+    one = attentions_of(model)[0]
+    gk.accelerate(model, fuse_qkv=True, say=None)
+    del one.q_proj
+    assert not hasattr(one, "q_proj")

@@ -477,3 +477,40 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
             call()
+
+
+@pytest.mark.parametrize("low_memory", (False, True))
+def test_divergence_of_no_tokens(low_memory):
+    x, weight = torch.randn(0, 8), torch.randn(5, 8, requires_grad=True)
+    teacher = weight.detach()
+    how = dict(low_memory=low_memory, reduction="sum")
+    loss = gnn.linear_kl_div(x, weight, x, teacher, **how)
+    assert loss == 0 and (torch.autograd.grad(loss, weight)[0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "target", (torch.zeros(6, 2).long(), torch.zeros(2, 6), torch.zeros(3).long())
+)
+def test_divergence_refuses_targets_of_other_tokens(target):
+    x, weight = torch.randn(2, 6, 8), torch.randn(5, 8)
+    with pytest.raises(ValueError, match="target must be integers of shape"):
+        gnn.linear_kl_div(x, weight, x, weight, target=target)
+
+
+def test_losses_compile_with_dynamic_lengths():
+    weight, teacher = torch.randn(5, 8), torch.randn(5, 8)
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda x, t: (
+            gnn.linear_kl_div(x, weight, x, teacher, temperature=1.5)
+            + gnn.linear_log_probs(x, weight, t, temperature=1.5).sum()
+        ),
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for n in (3, 7):
+        x, t = torch.randn(n, 8), torch.randint(0, 5, (n,))
+        want = gnn.linear_kl_div(x, weight, x, teacher, temperature=1.5)
+        want = want + gnn.linear_log_probs(x, weight, t, temperature=1.5).sum()
+        torch.testing.assert_close(call(x, t), want)

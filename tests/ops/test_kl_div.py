@@ -158,6 +158,44 @@ def test_classes_without_probability(n, dtype, beta, device):
         )
 
 
+LEAST = "the dtype's lowest number"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
+@pytest.mark.parametrize("n", (1024, 5000, 40000))
+@pytest.mark.parametrize("from_end", (True, False))
+@pytest.mark.parametrize(
+    "student_has, teacher_has, beta",
+    [
+        (-math.inf, -1e4, 0.0),
+        (-1e4, -math.inf, 1.0),
+        (LEAST, LEAST, 0.0),
+        (LEAST, LEAST, 0.3),
+        (LEAST, LEAST, 1.0),
+    ],
+)
+def test_masked_columns_of_a_part(student_has, teacher_has, beta, from_end, n, dtype, device):
+    """Columns of a thread, a block or a part of a cluster that have no weight beside the whole row:
+    their differences, which may be infinite, count nothing."""
+    student, teacher = drawn(generator("kl_div", "part", n), n, dtype, device, rows=(3,))
+    count = n // 3 // 8 * 8
+    for masked in (8, count):
+        hidden = slice(n - masked, n) if from_end else slice(0, masked)
+        kept = torch.ones(n, dtype=torch.bool, device=device)
+        kept[hidden] = False
+        x, y = student.clone(), teacher.clone()
+        x[:, hidden] = torch.finfo(dtype).min if student_has is LEAST else student_has
+        y[:, hidden] = torch.finfo(dtype).min if teacher_has is LEAST else teacher_has
+        loss, grad = torch.ops.gpukern.kl_div_fwd(x, y, None, beta, 1.0)
+        want, want_grad = formulas(x[:, kept].double(), y[:, kept].double(), beta, 1.0)
+        exact = dtype is torch.float64
+        torch.testing.assert_close(loss.double(), want, rtol=1e-4, atol=1e-10 if exact else 1e-5)
+        torch.testing.assert_close(
+            grad[:, kept].double(), want_grad, rtol=2 * UNIT[dtype] + 1e-4, atol=1e-6
+        )
+        assert (grad[:, ~kept] == 0).all()
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_nan_and_distant_logits(beta, device):
     for n in (40, 4104, 40000):

@@ -31,6 +31,7 @@ def accelerate(
     quantise: str | None = None,
     loss: bool = True,
     *,
+    fuse_qkv: bool = False,
     say: Callable[[str], object] | None = print,
 ) -> Accelerated:
     """Puts everything that gpukern has for a transformers model into it, in place.
@@ -47,8 +48,6 @@ def accelerate(
     - The rotary embedding of the model's family becomes `rope`. It is a function of the family's
       module, so other models of the family in the process use it, too.
     - Mixtures of experts are multiplied by `grouped_gemm`.
-    - On CUDA, q_proj, k_proj and v_proj are one product where no gradient is wanted. Their weights
-      become views of one tensor.
     - A causal model that is given labels computes its loss by `linear_cross_entropy`. Its logits
       are then None.
 
@@ -60,6 +59,10 @@ def accelerate(
         quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings, the
             head and routers stay.
         loss: whether the loss of causal models is replaced.
+        fuse_qkv: q_proj, k_proj and v_proj become one product where no gradient is wanted. Their
+            weights are views of one tensor then, which ``safetensors.torch.save_model`` refuses
+            (``save_pretrained`` does not). On the CPU it takes as long as three; on CUDA it has not
+            been timed.
         say: is called with each line of the report; None says nothing.
 
     Returns:
@@ -82,7 +85,7 @@ def accelerate(
     register()
     done = Accelerated(inner)
     try:
-        change(done, "gpukern", register_experts, quantise, loss)
+        change(done, "gpukern", register_experts, quantise, loss, fuse_qkv)
     except BaseException:
         done.restore()
         raise

@@ -77,7 +77,12 @@ class Accelerated:
 
 
 def change(
-    done: Accelerated, name: str, experts: Callable[[], None], quantise: str | None, loss: bool
+    done: Accelerated,
+    name: str,
+    experts: Callable[[], None],
+    quantise: str | None,
+    loss: bool,
+    fuse_qkv: bool,
 ) -> None:
     """All parts, in the order that lets each see what it needs."""
     model = done.model
@@ -97,7 +102,8 @@ def change(
             done.left[f"{paths} in {quantise}"] = why
     if not loss:
         done.left["loss"] = "loss=False"
-    _projections(done, model)
+    if fuse_qkv:
+        _projections(done, model)
 
 
 def _count_layers(done: Accelerated) -> None:
@@ -241,6 +247,7 @@ def _projections(done: Accelerated, model: PreTrainedModel) -> None:
             left[why] = None
             continue
         done.patched._become(path, module, kind)
+        done._undo.append(partial(qkv.separate, module))
         count += 1
     if count:
         done.done[f"q, k and v of {count} attentions"] = "one product where no gradient is wanted"

@@ -7,9 +7,10 @@ q_proj, k_proj and v_proj, so names, checkpoints, optimizers and training are as
 calls the three with the same x. The first call computes x [q; k; v]^T, and the other two return
 their parts of it. The parts live as long as the attention's call.
 
-This is for CUDA: a launch and its host time cost more than the product of few tokens. On the CPU one
-product took 0.97 to 1.0 of the speed of three (Llama's layers of 64 to 1024 columns, 1 and 64
-tokens, one thread), because rope and attention read its parts with strides.
+It is done if the caller asks for it. A launch and its host time cost more than the product of few
+tokens, but the gain on CUDA has not been measured. On the CPU one product took 0.97 to 1.0 of the
+speed of three (Llama's layers of 64 to 1024 columns, 1 and 64 tokens, one thread), because rope and
+attention read its parts with strides.
 
 The three compute their own products if one of them is not what was joined (an adapter, a hook,
 weights that were moved), if a gradient is wanted, and under torch.compile.
@@ -31,10 +32,9 @@ from ..nn.joined import side_by_side
 from ..nn.layers import Linear, has_hooks, is_itself
 from ..ops import linear
 
-__all__ = ["NAMES", "join"]
+__all__ = ["NAMES", "join", "separate"]
 
 NAMES = ("q_proj", "k_proj", "v_proj")
-DEVICES = ("cuda",)
 NO_BIASES = [None] * 3
 PARTS = "_gpukern_parts"  # an attention's attribute while its forward runs
 
@@ -53,8 +53,6 @@ def join(attention: torch.nn.Module) -> tuple[type | None, str]:
     if other := next((m for m in layers if not _is_plain(m)), None):
         what = "Linear" if type(other) is Linear else type(other).__name__
         return None, f"{NAMES[layers.index(other)]} is no plain nn.Linear ({what})"
-    if (kind_of := layers[0].weight.device.type) not in DEVICES:
-        return None, f"it saves nothing on {kind_of}"
     if len({m.bias is None for m in layers}) > 1:
         return None, "some of q_proj, k_proj and v_proj have a bias"
     if len({(m.weight.dtype, m.weight.device, m.in_features) for m in layers}) > 1:
@@ -63,6 +61,15 @@ def join(attention: torch.nn.Module) -> tuple[type | None, str]:
         return None, f"the forward of {kind.__name__} does not call the three with the same input"
     _join_weights(layers)
     return _joined(kind), ""
+
+
+def separate(attention: torch.nn.Module) -> None:
+    """Gives q, k and v weights of their own again."""
+    for name in NAMES:
+        layer = attention._modules.get(name)
+        for p in () if layer is None else layer.parameters():
+            if p.untyped_storage().nbytes() > p.nbytes:
+                p.data = p.data.clone()
 
 
 def _join_weights(layers: list[Any]) -> None:
@@ -143,17 +150,17 @@ class _Parts:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self.x: Tensor | None = None
-        self.version = 0
-        self.results: tuple[Tensor, ...] = ()
+        # x, its version and the products: replaced at once, since threads may share an attention
+        self.held: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
-        if self.x is None and (whole := _whole(self.layers, x)) is not None:
+        held = self.held
+        if held is None and (whole := _whole(self.layers, x)) is not None:
             out = linear(x, *whole)
-            self.x, self.version = x, _version(x)
-            self.results = out.split([m.out_features for m in self.layers], -1)
-        if x is self.x and _version(x) == self.version:
-            return self.results[index]
+            held = x, _version(x), out.split([m.out_features for m in self.layers], -1)
+            self.held = held
+        if held is not None and x is held[0] and _version(x) == held[1]:
+            return held[2][index]
         return self.layers[index](x)
 
 
@@ -215,7 +222,9 @@ def _projection(index: int) -> property:
     """The layer itself, but inside the attention's forward a call of its part."""
 
     def get(self: Any) -> Any:
-        layer = self._modules[NAMES[index]]
+        layer = self._modules.get(NAMES[index])
+        if layer is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {NAMES[index]!r}")
         if torch.compiler.is_compiling():
             return layer
         parts = vars(self).get(PARTS)

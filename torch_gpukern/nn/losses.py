@@ -85,7 +85,7 @@ def linear_log_probs(
 
 
 def _check_temperature(owner: str, temperature: float) -> None:
-    if not (temperature > 0 and math.isfinite(temperature)):
+    if not 0 < temperature < math.inf:
         raise ValueError(f"{owner}: temperature must be positive and finite, got {temperature}")
 
 

@@ -308,9 +308,10 @@ def gradients_by_rows(
     kept = x.new_empty((m, v) if whole else 0)
     # Rows whose dz is multiplied at once. Unless all of dz is kept, a block is about as large as
     # the sum of dweight.
-    block = max(1, m) if whole else _even(m, max(step, _rows_of_sum(x))) if need_weight else step
+    some = max(1, m)
+    block = some if whole else _even(some, max(step, _rows_of_sum(x))) if need_weight else step
     if need_weight and summed:
-        block = _even(m, max(1, h // 2))
+        block = _even(some, max(1, h // 2))
     total = _Sum(x, v, h, rules, sum_dtype) if need_weight and not whole else None
     needed = need_x or need_weight or need_bias
     # Backward allocates dweight beside kept, so z may have as many bytes without raising the peak.

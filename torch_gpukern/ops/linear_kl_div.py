@@ -74,21 +74,28 @@ def linear_kl_div(
 
     Hinton et al. (2015), arXiv:1503.02531; Agarwal et al. (GKD), arXiv:2306.13649.
     """
-    _require(
-        temperature > 0 and math.isfinite(temperature),
-        f"temperature must be positive and finite, got {temperature}",
-    )
-    _require(0 <= beta <= 1, f"beta must be between 0 and 1, got {beta}")
-    _require(reduction in ("mean", "sum"), f"reduction must be mean or sum, got {reduction!r}")
-    _require(
-        x.shape[:-1] == teacher_x.shape[:-1],
-        f"teacher_x must have x's tokens {list(x.shape[:-1])}, got {list(teacher_x.shape[:-1])}",
-    )
-    _require(
-        weight.shape[0] == teacher_weight.shape[0],
-        f"teacher_weight must have weight's {weight.shape[0]} classes, got "
-        f"{teacher_weight.shape[0]}",
-    )
+    # texts are made where they are needed: a compiled caller may hold symbols for the numbers
+    if not 0 < temperature < math.inf:
+        raise _refused(f"temperature must be positive and finite, got {temperature}")
+    if not 0 <= beta <= 1:
+        raise _refused(f"beta must be between 0 and 1, got {beta}")
+    if reduction not in ("mean", "sum"):
+        raise _refused(f"reduction must be mean or sum, got {reduction!r}")
+    tokens = x.shape[:-1]
+    if tokens != teacher_x.shape[:-1]:
+        raise _refused(
+            f"teacher_x must have x's tokens {list(tokens)}, got {list(teacher_x.shape[:-1])}"
+        )
+    if weight.shape[0] != teacher_weight.shape[0]:
+        raise _refused(
+            f"teacher_weight must have weight's {weight.shape[0]} classes, got "
+            f"{teacher_weight.shape[0]}"
+        )
+    if target is not None and (target.shape != tokens or target.is_floating_point()):
+        raise _refused(
+            f"target must be integers of shape {list(tokens)}, got {target.dtype} "
+            f"{list(target.shape)}"
+        )
     rows, mask = x.reshape(-1, x.shape[-1]), None
     if target is not None:
         counts = target.reshape(-1) != ignore_index
@@ -117,9 +124,8 @@ def linear_kl_div(
     )[0]
 
 
-def _require(holds: bool, text: str) -> None:
-    if not holds:
-        raise ValueError(f"{_NAME}: {text}")
+def _refused(text: str) -> ValueError:
+    return ValueError(f"{_NAME}: {text}")
 
 
 def _kernel(

@@ -135,8 +135,10 @@ INLINE double first_pass(pair *r, int64_t n) {
         const double new_t = here[1] == 0 ? 0 : exp(r->peak_t - top_t);
         sums[0] = sums[0] * old_s + here[0] * new_s;
         sums[1] = sums[1] * old_t + here[1] * new_t;
-        sums[2] = r->kind == FORWARD ? sums[2] * old_t + (here[1] == 0 ? 0 : here[2] * new_t)
-                                     : sums[2] * old_s + (here[0] == 0 ? 0 : here[2] * new_s);
+        /* a mean of weight 0 counts nothing, also if it is infinite */
+        const double old = r->kind == FORWARD ? old_t : old_s,
+                     new = r->kind == FORWARD ? new_t : new_s;
+        sums[2] = (old == 0 ? 0 : sums[2] * old) + (new == 0 ? 0 : here[2] * new);
         peak_s = top_s;
         peak_t = top_t;
     }

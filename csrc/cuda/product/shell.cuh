@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* shell.cuh: the persistent kernel that Hopper's scaled and grouped products share.
+/* shell.cuh: the persistent kernel that Hopper's scaled, sparse and grouped products share.
  *
  * The shell loops over the tiles of a result, fills a ring of shared-memory stages, and starts
  * and ends a block. A policy P says what a tile is: which copies a stage has, how a stage is

@@ -38,7 +38,8 @@ int64_t steps_of(const gk_sparse_gemm_args *g) {
     return gk_dtype_bytes(g->a.dtype) == 1 ? 2 * gk_ceil_div(bytes, 256) : gk_ceil_div(bytes, 128);
 }
 
-/* Blocks of a cluster. With many tiles across, also if the last cluster has one block too many. */
+/* Blocks of a cluster: two with many tiles across, even if the last cluster's second block then has
+ * no weights. */
 int pair_of(int64_t tiles_n) { return tiles_n % 2 == 0 || tiles_n > SPARSE_PAIRS ? 2 : 1; }
 
 bool plan_instance(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,

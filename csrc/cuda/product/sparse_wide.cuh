@@ -13,7 +13,7 @@
  * of a's k: tokens [BT][128], values [BW][64], meta [BW][16]. With 16-bit elements the 16 bytes
  * of meta serve two stages, and both load them.
  *
- * ALL and PARTS are the ways of summing of scaled_wide.cuh; a part has two stages here, 256 of k,
+ * ALL and PARTS are ways of summing (scaled_params.cuh). A part has two stages here, 256 of k,
  * which are 128 products.
  *
  * A warp owns 16 weights of each 64. 16-bit results in rows of whole 16-byte chunks are

@@ -33,6 +33,8 @@
 #include "../ptx/regs.cuh"
 #include "row_block.cuh"
 
+#include <float.h>
+
 namespace kl_div {
 
 /* Threads of a block, and blocks that share an SM: while one loads, another computes. 80 registers
@@ -90,6 +92,17 @@ template <class W> struct Sums {
 /* Where a sum relative to `peak` is scaled to one relative to `to`. -inf: nothing was summed. */
 template <class W> __device__ __forceinline__ W rescale(W peak, W to) {
     return peak == -INFINITY ? W(0) : two_to(peak - to);
+}
+/* A mean of differences, scaled so. A column of a low peak may have weight 1 and an infinite
+ * difference, and no weight beside the whole row. */
+template <class W> __device__ __forceinline__ W rescaled_mean(W mean, W factor) {
+    return factor == 0 ? W(0) : mean * factor;
+}
+/* The exponent of a thread's largest logit. The product of the lowest numbers, which mask columns,
+ * would be -inf. */
+template <class W> __device__ __forceinline__ W peak_of(W top, W c) {
+    const W peak = rounded_product(top, c), least = sizeof(W) == 8 ? W(-DBL_MAX) : W(-FLT_MAX);
+    return top == -INFINITY ? W(0) : peak < least ? least : peak;
 }
 
 /* The largest of a vector's elements, as fmaxf. 16-bit elements are compared in pairs: compared as
@@ -168,14 +181,13 @@ __device__ __forceinline__ Sums<typename element<T>::acc> first_pass(const Part<
                 top_s = lanes_max2(top_s, top_of<T, V>(v.x[u]));
                 top_t = lanes_max2(top_t, top_of<T, V>(v.y[u]));
             }
-        const W peak_s = top_s == -INFINITY ? W(0) : rounded_product(top_s, c);
-        const W peak_t = top_t == -INFINITY ? W(0) : rounded_product(top_t, c);
+        const W peak_s = peak_of(top_s, c), peak_t = peak_of(top_t, c);
         const W old_s = rescale(all.peak_s, peak_s), old_t = rescale(all.peak_t, peak_t);
         all.peak_s = top_s == -INFINITY ? top_s : peak_s;
         all.peak_t = top_t == -INFINITY ? top_t : peak_t;
         all.s *= old_s;
         all.t *= old_t;
-        all.mean *= KIND == FORWARD ? old_t : old_s;
+        all.mean = rescaled_mean(all.mean, KIND == FORWARD ? old_t : old_s);
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u)
             if (part.has(first, u))
@@ -291,7 +303,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : BLOCKS) kl_div_k
         W peaks[2] = {own.peak_s, own.peak_t};
         group.peak(peaks);
         const W old_s = rescale(own.peak_s, peaks[0]), old_t = rescale(own.peak_t, peaks[1]);
-        W sums[3] = {own.s * old_s, own.t * old_t, own.mean * (KIND == FORWARD ? old_t : old_s)};
+        W sums[3] = {own.s * old_s, own.t * old_t,
+                     rescaled_mean(own.mean, KIND == FORWARD ? old_t : old_s)};
         group.sum(sums);
         Row<W> row;
         row.peak_s = peaks[0];

@@ -939,7 +939,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 /* Keys in the list. GPUs that run the kernels without clusters may have 99 KiB of shared memory, of
- * which the changed tokens needs a part. */
+ * which the changed tokens need a part. */
 template <bool CLUSTER> using SharedOf = Shared<CLUSTER ? 4096 : 2048>;
 
 template <class T, bool CLUSTER>
