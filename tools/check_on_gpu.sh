@@ -21,7 +21,7 @@ BUILD=${BUILD:-build} PYTHON=${PYTHON:-python3} CORES=${CORES:-$(nproc)} MARK=${
 PARTS=${PARTS:-$((CORES > 7 ? 4 : 1))} PROBLEMS=${PROBLEMS:-10}
 export PYTHONPATH=$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 GPU_REPORT=$OUT
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-rm -f "$OUT"/{collected,results,failures} "$OUT"/*.log "$OUT"/*.rc
+rm -f "$OUT"/{collected,results,failures,pytest.log,pytest.rc} "$OUT"/check_cuda*.{log,rc}
 parts=()
 
 # part NAME COMMAND...: in the background, until the time is over; failures are printed at once
