@@ -71,8 +71,8 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
     ScaledParams p = {};
     TensorShape a, b;
     gk_status status = place_operands(ctx, gk_own<Plan>(plan).operands, g, workspace, &a, &b);
-    if (status == GK_OK) status = make_row_maps(a, P::BM, &p.a, &p.a_end);
-    if (status == GK_OK) status = make_row_maps(b, P::BN, &p.b, &p.b_end);
+    if (status == GK_OK) status = make_row_maps("scaled_gemm", a, 1, P::BM, &p.a, &p.a_end);
+    if (status == GK_OK) status = make_row_maps("scaled_gemm", b, 1, P::BN, &p.b, &p.b_end);
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     p.m = (int)m;
     p.n = (int)n;

@@ -103,11 +103,11 @@ inline bool plain_form(const gk_scaled_gemm_args *g, const Finish &f) {
 /* Makes a map with boxes of `rows` rows, and one for the remaining rows at the end. TMA fills
  * rows outside a tensor at a third of its speed (192 x 4096 x 4096 took 15.0 us, 256 x 4096 x
  * 4096 9.6). */
-inline gk_status make_row_maps(const TensorShape &x, int rows, CUtensorMap *inside,
-                               CUtensorMap *last) {
+inline gk_status make_row_maps(const char *op, const TensorShape &x, int elem_bytes, int rows,
+                               CUtensorMap *inside, CUtensorMap *last) {
     const int rest = (int)(x.size[1] % rows);
-    const gk_status status = make_tensor_map("scaled_gemm", x, wgmma_box(1, rows), inside);
-    return status == GK_OK && rest > 0 ? make_tensor_map("scaled_gemm", x, wgmma_box(1, rest), last)
+    const gk_status status = make_tensor_map(op, x, wgmma_box(elem_bytes, rows), inside);
+    return status == GK_OK && rest > 0 ? make_tensor_map(op, x, wgmma_box(elem_bytes, rest), last)
                                        : status;
 }
 

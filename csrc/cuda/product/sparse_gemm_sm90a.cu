@@ -84,10 +84,7 @@ gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *p
     TensorShape a = shape_of(g->a), meta;
     gk_status status = copy_k_major(op, ctx, x.meta, g->meta, workspace, &meta);
     if (status == GK_OK && P::BYTES == 1) status = copy_k_major(op, ctx, x.a, g->a, workspace, &a);
-    const int half = P::BT / 2, rest = (int)(m % half);
-    if (status == GK_OK) status = make_tensor_map(op, a, wgmma_box(P::BYTES, half), &p.a);
-    if (status == GK_OK && rest > 0)
-        status = make_tensor_map(op, a, wgmma_box(P::BYTES, rest), &p.a_end);
+    if (status == GK_OK) status = make_row_maps(op, a, P::BYTES, P::BT / 2, &p.a, &p.a_end);
     if (status == GK_OK)
         status =
             make_tensor_map(op, shape_of(g->values), smem_rows(P::BYTES, 64, P::BW), &p.values);
