@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* inner_gemm.cuh: gemm as the second step of another op, whose first step writes an operand to
- * the workspace. The workspace's address is unknown while planning. So the caller plans the
- * product with a placeholder address that is only aligned, and plans it again when it runs. */
+ * the workspace. host/inner_call.cuh says how such a step is planned. */
 #ifndef GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
 #define GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
 
-#include "../kernels.h"
 #include "../../core/op.h"
+#include "../host/inner_call.cuh"
+#include "../kernels.h"
 
 extern "C" const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 

@@ -133,12 +133,9 @@ gk_gemm_args inner_of(const gk_weight_gemm_args *g, void *w) {
 }
 
 size_t decoded_bytes(const gk_weight_gemm_args *g) {
-    return (size_t)gk_round_up(2 * g->n * gk_round_up(g->a.shape[g->a.ndim - 1], GK_TILE), 1024);
+    return (size_t)gk_round_up(2 * g->n * gk_round_up(g->a.shape[g->a.ndim - 1], GK_TILE),
+                               WORKSPACE_ALIGN);
 }
-
-struct Own {
-    size_t inner_bytes;
-};
 
 bool plan_decoded(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                   gk_plan *to) {
@@ -149,15 +146,10 @@ bool plan_decoded(const gk_cuda_instance *instance, const gk_context *ctx, const
         return false;
     if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 || g->packed.stride[1] % 16)
         return false;
-    const gk_gemm_args gemm = inner_of(g, (void *)1024);
+    const gk_gemm_args gemm = inner_of(g, unplaced_workspace());
     gk_plan inner;
     if (!plan_inner_gemm(ctx, g->a.dtype, &gemm, &inner)) return false;
-    for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks;
-    to->chunks = inner.chunks;
-    to->waves = inner.waves;
-    gk_own<Own>(to).inner_bytes = inner.workspace_bytes;
-    to->workspace_bytes = decoded_bytes(g) + inner.workspace_bytes;
+    plan_around(inner, decoded_bytes(g), to);
     return true;
 }
 
@@ -168,7 +160,7 @@ gk_status run_decoded(const gk_context *ctx, const void *args, const gk_plan *pl
     const gk_gemm_args gemm = inner_of(g, workspace);
     gk_plan inner;
     if (!plan_inner_gemm(ctx, g->a.dtype, &gemm, &inner) ||
-        inner.workspace_bytes > gk_own<Own>(plan).inner_bytes)
+        !inner_fits(inner, decoded_bytes(g), plan))
         return gk_fail(GK_ERR_DEVICE,
                        "weight_gemm: the product of the decoded weight could not be planned");
     DecodeParams p = {};
@@ -185,8 +177,7 @@ gk_status run_decoded(const gk_context *ctx, const void *args, const gk_plan *pl
     const gk_status status = launch<weight_decode_kernel<T, C>>(
         "weight_gemm", ctx, dim3((unsigned)blocks), 32 * WEIGHT_DECODE_WARPS, 0, p);
     if (status != GK_OK) return status;
-    return ((const gk_cuda_instance *)inner.kernel)
-        ->run(ctx, &gemm, &inner, (char *)workspace + decoded_bytes(g));
+    return run_inner(ctx, &gemm, inner, workspace, decoded_bytes(g));
 }
 
 #define DECODED(name, T, C) \

@@ -26,8 +26,7 @@
  *
  * Workspace: stats (bwd.cuh); two float32 sums of dK and of dV for a piece's kv heads, since a
  * product must not write what it adds to; copies of q, grad_out, k, v; P and dS [heads, rows, ld]
- * 16 bits; S and dP [heads, chunk, ld] float32; the products' own. The products are planned again
- * at run time: the workspace's address is unknown while planning.
+ * 16 bits; S and dP [heads, chunk, ld] float32; the products' own.
  *
  * Not handled: packed calls, dropout, a mask, biases, float32 gradients, rows that are not aligned,
  * and so many keys that the chunk of one head exceeds BWD_GEMMS_BYTES. flash_attn_bwd_plain and
@@ -138,7 +137,7 @@ Memory memory_of(const Own &x) {
     size_t end = 0;
     const auto take = [&](size_t *at, int64_t bytes) {
         *at = end;
-        end += (size_t)gk_round_up(bytes, 1024);
+        end += (size_t)gk_round_up(bytes, WORKSPACE_ALIGN);
     };
     take(&m.stats, (int64_t)stats_bytes(x.g, sizeof(float)));
     const int64_t keys = (int64_t)(x.of_group ? 1 : x.heads) * p.seq_k;
@@ -422,7 +421,7 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
 
     bool first = true;
     const gk_status status = visit(
-        x, element<T>::dtype, (char *)1024, true,
+        x, element<T>::dtype, unplaced_workspace(), true,
         [&](const gk_gemm_args &product) {
             gk_plan inner;
             if (!plan_inner_gemm(ctx, element<T>::dtype, &product, &inner))
@@ -479,8 +478,7 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
             if (!plan_inner_gemm(ctx, element<T>::dtype, &product, &inner) ||
                 inner.workspace_bytes > x.inner_bytes)
                 return gk_fail(GK_ERR_DEVICE, "a product of the backward could not be planned");
-            return ((const gk_cuda_instance *)inner.kernel)
-                ->run(ctx, &product, &inner, base + m.inner);
+            return run_inner(ctx, &product, inner, base, m.inner);
         },
         [&](const PairsParams &y, int64_t rows, int64_t heads) {
             return launch<pairs_kernel<T>>(OP, ctx, dim3((unsigned)rows, (unsigned)heads), THREADS,

@@ -17,11 +17,11 @@
  * Sq] float32.
  *
  * Workspace: q', k', v', out' contiguous, lse if the caller wants none, then the workspace of step
- * 2. Work split of steps 1 and 3: grid x = (block of 128 tokens, head, sequence). Step 2 is planned
- * again at run time: its operands are in the workspace, whose address the plan does not know. */
+ * 2. Work split of steps 1 and 3: grid x = (block of 128 tokens, head, sequence). */
+#include "../../host/inner_call.cuh"
+#include "../softmax.cuh"
 #include "fp8.cuh"
 #include "fp8_tiles.h"
-#include "../softmax.cuh"
 
 extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table, gk_flash_attn_fwd_sm80_table;
 
@@ -159,18 +159,17 @@ gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
 
 struct InnerCall {
     gk_flash_attn_args args;
-    size_t bytes; /* bytes of the workspace before the inner attention's own */
+    InnerOperands operands;
 };
 
-/* Builds the inner call. base: the workspace. While planning, its address is not known, and any
- * aligned address serves. */
-InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *base) {
+/* The inner call, with its operands in the workspace. */
+InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *workspace) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
-    InnerCall x = {f, 0};
+    InnerCall x = {f, {workspace}};
     auto take = [&](gk_tensor &to, const gk_tensor &like, int64_t columns) {
-        to = half_like(like, columns, base + x.bytes);
-        x.bytes += (size_t)gk_round_up(2 * gk_numel(&to), 1024);
+        to = half_like(like, columns, NULL);
+        to.data = x.operands.take(2 * gk_numel(&to));
     };
     take(x.args.q, f.q, f.q.shape[last]);
     take(x.args.k, f.k, f.k.shape[last]);
@@ -179,9 +178,8 @@ InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *base) {
     if (!f.lse.data) {
         int64_t rows = 1;
         for (int d = 0; d < last; ++d) rows *= f.q.shape[d];
-        x.args.lse.data = base + x.bytes;
+        x.args.lse.data = x.operands.take(4 * rows);
         x.args.lse.dtype = GK_F32;
-        x.bytes += (size_t)gk_round_up(4 * rows, 1024);
     }
     return x;
 }
@@ -203,7 +201,6 @@ bool plan_inner(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to)
 /* ---- 4. launcher and table ------------------------------------------------------------------- */
 struct Own {
     Fp8Params call;
-    size_t inner_bytes;
 };
 
 bool in_eights(const gk_tensor &t) {
@@ -214,7 +211,7 @@ bool in_eights(const gk_tensor &t) {
 
 bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
-    Own &own = gk_own<Own>(to) = {fp8_params(ctx, a, TOKENS), 0};
+    Own &own = gk_own<Own>(to) = {fp8_params(ctx, a, TOKENS)};
     const Problem &p = own.call.problem;
     if (p.seq_k < fp8_relay::least_keys || (int64_t)p.seq_q * p.group < fp8_relay::least_rows)
         return false;
@@ -223,15 +220,10 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     if (!gk_grid_fits(gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) *
                       p.batch))
         return false;
-    const InnerCall x = inner_call(a, (char *)1024);
+    const InnerCall x = inner_call(a, unplaced_workspace());
     gk_plan inner;
     if (!plan_inner(ctx, &x.args, &inner)) return false;
-    for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks;
-    to->chunks = inner.chunks;
-    to->waves = inner.waves;
-    own.inner_bytes = inner.workspace_bytes;
-    to->workspace_bytes = x.bytes + inner.workspace_bytes;
+    plan_around(inner, x.operands.bytes, to);
     return true;
 }
 
@@ -253,14 +245,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     Fp8Params call = own.call;
     const InnerCall x = inner_call(a, (char *)workspace);
     gk_plan inner;
-    if (!plan_inner(ctx, &x.args, &inner) || inner.workspace_bytes > own.inner_bytes)
+    if (!plan_inner(ctx, &x.args, &inner) || !inner_fits(inner, x.operands.bytes, plan))
         return gk_fail(GK_ERR_DEVICE, "the attention between the passes could not be planned");
     gk_status status = decode(ctx, call, OPERAND_Q, a->fwd.q, x.args.q);
     if (status == GK_OK) status = decode(ctx, call, OPERAND_K, a->fwd.k, x.args.k);
     if (status == GK_OK) status = decode(ctx, call, OPERAND_V, a->fwd.v, x.args.v);
-    if (status == GK_OK)
-        status = ((const gk_cuda_instance *)inner.kernel)
-                     ->run(ctx, &x.args, &inner, (char *)workspace + x.bytes);
+    if (status == GK_OK) status = run_inner(ctx, &x.args, inner, workspace, x.operands.bytes);
     if (status != GK_OK) return status;
     const Problem &p = call.problem;
     const FinishParams finish = {call, rows_of(x.args.out), (const float *)x.args.lse.data,

@@ -18,6 +18,7 @@
  * again at run time: its operands are in the workspace, whose address the plan does not know. */
 #include "../../../core/paged.h"
 #include "../../../formats/latent_row.h"
+#include "../../host/inner_call.cuh"
 #include "../../tile/codes.cuh"
 #include "../../tile/convert.cuh"
 #include "../kv.cuh"
@@ -82,17 +83,16 @@ template <class T> __global__ void __launch_bounds__(THREADS) latent_decode_kern
 
 /* ---- 2. the inner call ----------------------------------------------------------------------- */
 struct Own {
-    size_t inner_bytes;
     bool by_page;
 };
 
-/* The call over decoded rows, with the addresses of its operands. base: the workspace. While
- * planning, its address is not known, and any aligned address serves. */
+/* The call over decoded rows, with its operands in the workspace. */
 struct Inner {
     gk_paged_attn_args args;
-    size_t bytes; /* bytes of the workspace before the inner call's own */
+    InnerOperands operands;
 
-    Inner(const gk_paged_attn_args *a, bool by_page, char *base) : args(*a), bytes(0) {
+    Inner(const gk_paged_attn_args *a, bool by_page, char *workspace)
+        : args(*a), operands{workspace} {
         const int64_t entries = a->block_table.shape[0] * a->block_table.shape[1];
         gk_tensor &k = args.k_cache;
         k.dtype = a->q.dtype;
@@ -101,19 +101,13 @@ struct Inner {
         k.stride[3] = 1;
         k.stride[1] = k.stride[2] = GK_CACHE_HEAD_DIM;
         k.stride[0] = k.shape[1] * GK_CACHE_HEAD_DIM;
-        k.data = take(base, gk_numel(&k) * (int64_t)gk_dtype_bytes(k.dtype));
+        k.data = operands.take(gk_numel(&k) * (int64_t)gk_dtype_bytes(k.dtype));
         args.v_cache = k;
         args.v_cache.shape[3] = GK_LATENT_DIM;
         if (by_page) return;
         args.block_table.stride[0] = a->block_table.shape[1];
         args.block_table.stride[1] = 1;
-        args.block_table.data = take(base, entries * 4);
-    }
-
-    void *take(char *base, int64_t size) {
-        void *at = base + bytes;
-        bytes += (size_t)gk_round_up(size, 1024);
-        return at;
+        args.block_table.data = operands.take(entries * 4);
     }
 };
 
@@ -142,15 +136,10 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     if (pages >= INT32_MAX || entries >= INT32_MAX) return false;
     Own &own = gk_own<Own>(to) = {};
     own.by_page = pages <= entries;
-    const Inner call(a, own.by_page, (char *)1024);
+    const Inner call(a, own.by_page, unplaced_workspace());
     gk_plan inner;
     if (!plan_inner(ctx, &call.args, &inner)) return false;
-    for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks;
-    to->chunks = inner.chunks;
-    to->waves = inner.waves;
-    own.inner_bytes = inner.workspace_bytes;
-    to->workspace_bytes = call.bytes + inner.workspace_bytes;
+    plan_around(inner, call.operands.bytes, to);
     return true;
 }
 
@@ -161,7 +150,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const Own &own = gk_own<Own>(plan);
     const Inner call(a, own.by_page, (char *)workspace);
     gk_plan inner;
-    if (!plan_inner(ctx, &call.args, &inner) || inner.workspace_bytes > own.inner_bytes)
+    if (!plan_inner(ctx, &call.args, &inner) || !inner_fits(inner, call.operands.bytes, plan))
         return gk_fail(GK_ERR_DEVICE, "the attention over decoded rows could not be planned");
     DecodeParams x = {};
     x.p = paged_of(ctx, a);
@@ -180,8 +169,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         const gk_status status = launch<latent_decode_kernel<T>>(op, ctx, grid, THREADS, 0, x);
         if (status != GK_OK) return status;
     }
-    return ((const gk_cuda_instance *)inner.kernel)
-        ->run(ctx, &call.args, &inner, (char *)workspace + call.bytes);
+    return run_inner(ctx, &call.args, inner, workspace, call.operands.bytes);
 }
 
 const gk_cuda_instance instances[] = {

@@ -16,8 +16,8 @@
  * bounded: if the pages of all heads do not fit, heads are processed in rounds.
  *
  * Work split of step 1: grid y = sequence, x = groups of 16 keys; a thread has 16 codes of K and of
- * V. Step 2 is planned again at run time: its operands are in the workspace, whose address the plan
- * does not know. */
+ * V. */
+#include "../../host/inner_call.cuh"
 #include "../../layout/banks.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../../tile/convert.cuh"
@@ -121,7 +121,6 @@ __global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
 
 /* ---- 2. the inner call ----------------------------------------------------------------------- */
 struct Own {
-    size_t inner_bytes;
     int heads; /* kv heads of a round */
     bool by_page;
 };
@@ -134,14 +133,14 @@ gk_tensor heads_of(const gk_tensor &t, int64_t head0, int64_t heads, int dim) {
     return x;
 }
 
-/* The call of one round, with the addresses of its operands. base: the workspace. While
- * planning, its address is not known, and any aligned address serves. */
+/* The call of one round, with its operands in the workspace. */
 struct Round {
     gk_paged_attn_args args;
     gk_tensor slopes, sinks;
-    size_t bytes; /* bytes of the workspace before the inner call's own */
+    InnerOperands operands;
 
-    Round(const gk_paged_attn_args *a, const Own &own, int head0, char *base) : args(*a), bytes(0) {
+    Round(const gk_paged_attn_args *a, const Own &own, int head0, char *workspace)
+        : args(*a), operands{workspace} {
         const int64_t group = a->q.shape[1] / a->k_cache.shape[2], first = head0 * group,
                       count = own.heads * group;
         const bool all = own.heads == a->k_cache.shape[2];
@@ -159,16 +158,16 @@ struct Round {
             t->stride[1] = dim;
             t->stride[2] = size * dim;
             t->stride[3] = 1;
-            t->data = take(base, gk_numel(t) * 2);
+            t->data = operands.take(gk_numel(t) * 2);
         }
         if (!own.by_page) {
             args.block_table.stride[0] = a->block_table.shape[1];
             args.block_table.stride[1] = 1;
-            args.block_table.data = take(base, entries * 4);
+            args.block_table.data = operands.take(entries * 4);
         }
         if (!all && a->lse.data) {
             args.lse.shape[1] = args.lse.stride[0] = count;
-            args.lse.data = take(base, a->lse.shape[0] * count * 4);
+            args.lse.data = operands.take(a->lse.shape[0] * count * 4);
         }
         if (a->rules.alibi_slopes) {
             slopes =
@@ -181,12 +180,6 @@ struct Round {
         }
     }
     Round(const Round &) = delete; /* holds pointers to its own members */
-
-    void *take(char *base, int64_t size) {
-        void *at = base + bytes;
-        bytes += (size_t)gk_round_up(size, 1024);
-        return at;
-    }
 };
 
 bool plan_round(const gk_context *ctx, const Round &round, gk_plan *to) {
@@ -212,15 +205,11 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     while (own.heads > 1 &&
            (heads_kv % own.heads != 0 || of_head * own.heads > prefill_relay::round_bytes))
         --own.heads;
-    const Round round(a, own, 0, (char *)1024);
+    const Round round(a, own, 0, unplaced_workspace());
     gk_plan inner;
     if (!plan_round(ctx, round, &inner)) return false;
-    for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks * (heads_kv / own.heads);
-    to->chunks = inner.chunks;
-    to->waves = inner.waves;
-    own.inner_bytes = inner.workspace_bytes;
-    to->workspace_bytes = round.bytes + inner.workspace_bytes;
+    plan_around(inner, round.operands.bytes, to);
+    to->tasks *= heads_kv / own.heads;
     return true;
 }
 
@@ -273,15 +262,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     for (x.head0 = 0; x.head0 < a->k_cache.shape[2]; x.head0 += own.heads) {
         const Round round(a, own, x.head0, (char *)workspace);
         gk_plan inner;
-        if (!plan_round(ctx, round, &inner) || inner.workspace_bytes > own.inner_bytes)
+        if (!plan_round(ctx, round, &inner) || !inner_fits(inner, round.operands.bytes, plan))
             return gk_fail(GK_ERR_DEVICE, "the attention over decoded pages could not be planned");
         x.to_k = round.args.k_cache.data;
         x.to_v = round.args.v_cache.data;
         x.to_table = own.by_page ? NULL : (int32_t *)round.args.block_table.data;
         gk_status status = decode<T>(op, ctx, a->k_cache.dtype, x);
         if (status == GK_OK)
-            status = ((const gk_cuda_instance *)inner.kernel)
-                         ->run(ctx, &round.args, &inner, (char *)workspace + round.bytes);
+            status = run_inner(ctx, &round.args, inner, workspace, round.operands.bytes);
         if (status == GK_OK && round.args.lse.data && round.args.lse.data != a->lse.data)
             status = place_lse(op, ctx, a->lse, round.args.lse,
                                x.head0 * (a->q.shape[1] / a->k_cache.shape[2]));

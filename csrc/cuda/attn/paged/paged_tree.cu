@@ -13,9 +13,8 @@
  * workspace. out holds the result of step 2, rounded to q's dtype, until step 3 has merged it.
  *
  * A hidden key is not read, so it may hold NaN, and the bits of a row do not depend on the masks of
- * other rows. Step 2 is planned again at run time: its operands are in the workspace, whose address
- * the plan does not know. ALiBi is refused by the check: step 2 would place its queries one tree
- * too far to the left.
+ * other rows. ALiBi is refused by the check: step 2 would place its queries one tree too far to the
+ * left.
  *
  * Work split of step 3, tree_tiles_kernel: q of 16 bits, caches of its dtype or of codes, aligned
  * rows. A warp owns 16 rows (new tokens times heads of the group) of a kv head and up to 128
@@ -24,6 +23,7 @@
 #include "../../../core/dispatch.h"
 #include "../../../core/paged.h"
 #include "../../../formats/latent_row.h"
+#include "../../host/inner_call.cuh"
 #include "../../tile/codes.cuh"
 #include "../../tile/fragment.cuh"
 #include "../tiles.h"
@@ -451,28 +451,23 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
 }
 
 /* ---- 4. the inner call ----------------------------------------------------------------------- */
-struct Own {
-    size_t inner_bytes;
-};
-
-/* The call over old keys, with the addresses of its operands. base: the workspace. While planning,
- * its address is not known, and any aligned address serves. */
+/* The call over old keys, with its operands in the workspace. */
 struct Inner {
     gk_paged_attn_args args;
     gk_tensor start;
-    size_t bytes; /* bytes of the workspace before the inner call's own */
+    InnerOperands operands;
 
-    Inner(const gk_paged_attn_args *a, char *base) : args(*a), start(), bytes(0) {
+    Inner(const gk_paged_attn_args *a, char *workspace) : args(*a), start(), operands{workspace} {
         const int64_t batch = a->seq_lens.shape[0];
         args.size = sizeof args;
         args.flags &= ~(uint32_t)GK_PAGED_ALLOW_SHORT;
         args.rules.is_causal = 0;
         args.rules.window_left = args.rules.window_right = -1;
-        args.seq_lens.data = take(base, batch * 4);
+        args.seq_lens.data = operands.take(batch * 4);
         args.seq_lens.stride[0] = 1;
         if (a->rules.window_left >= 0 || a->rules.kv_start) {
             start = args.seq_lens;
-            start.data = take(base, batch * 4);
+            start.data = operands.take(batch * 4);
             args.rules.kv_start = &start;
         }
         args.lse.dtype = gk_stats_dtype(a->q.dtype);
@@ -480,15 +475,10 @@ struct Inner {
         for (int d = 0; d < 2; ++d) args.lse.shape[d] = a->q.shape[d];
         args.lse.stride[0] = a->q.shape[1];
         args.lse.stride[1] = 1;
-        args.lse.data = take(base, gk_numel(&args.lse) * (int64_t)gk_dtype_bytes(args.lse.dtype));
+        args.lse.data =
+            operands.take(gk_numel(&args.lse) * (int64_t)gk_dtype_bytes(args.lse.dtype));
     }
     Inner(const Inner &) = delete; /* holds a pointer to its own member */
-
-    void *take(char *base, int64_t size) {
-        void *at = base + bytes;
-        bytes += (size_t)gk_round_up(size, 1024);
-        return at;
-    }
 
     bool plan(const gk_context *ctx, gk_plan *to) const {
         return gk_dispatch_plan_default(ctx, GK_OP_PAGED_ATTN, args.q.dtype, &args, to) == GK_OK;
@@ -546,16 +536,10 @@ bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *a
         return false;
     const TreeParams x = params_of(ctx, a);
     if (by_tiles && !gk_grid_fits(tile_blocks(x))) return false;
-    const Inner call(a, (char *)1024);
+    const Inner call(a, unplaced_workspace());
     gk_plan inner;
     if (!call.plan(ctx, &inner)) return false;
-    Own &own = gk_own<Own>(to) = {};
-    for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks;
-    to->chunks = inner.chunks;
-    to->waves = inner.waves;
-    own.inner_bytes = inner.workspace_bytes;
-    to->workspace_bytes = call.bytes + inner.workspace_bytes;
+    plan_around(inner, call.operands.bytes, to);
     return true;
 }
 
@@ -591,7 +575,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const Inner call(a, (char *)workspace);
     gk_plan inner;
-    if (!call.plan(ctx, &inner) || inner.workspace_bytes > gk_own<Own>(plan).inner_bytes)
+    if (!call.plan(ctx, &inner) || !inner_fits(inner, call.operands.bytes, plan))
         return gk_fail(GK_ERR_DEVICE, "the attention over old keys could not be planned");
     TreeParams x = params_of(ctx, a);
     x.old_lse = call.args.lse.data;
@@ -604,9 +588,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const int64_t token_blocks = x.p.cu_q ? gk_ceil_div(x.p.tokens, WARPS) : 0;
     gk_status status = launch<tree_begin_kernel<T>>(
         op, ctx, dim3((unsigned)(begin.len_blocks + token_blocks)), THREADS, 0, begin);
-    if (status == GK_OK)
-        status = ((const gk_cuda_instance *)inner.kernel)
-                     ->run(ctx, &call.args, &inner, (char *)workspace + call.bytes);
+    if (status == GK_OK) status = run_inner(ctx, &call.args, inner, workspace, call.operands.bytes);
     if (status != GK_OK || x.p.tokens == 0 || x.p.heads_q == 0) return status;
     if constexpr (BY_TILES)
         return run_tiles<T>(op, ctx, x);

@@ -17,8 +17,7 @@
  * tensor cores gain. So with many rows, bfloat16 is faster.
  *
  * Work split of step 1: a thread decodes 16 neighbours; b's blocks come after a's. Workspace:
- * a', b', then the product's own workspace. The product is planned again when it runs, because
- * its operands lie in the workspace, whose address a plan does not know. */
+ * a', b', then the product's own workspace. */
 #include "../inner_gemm.cuh"
 #include "product.cuh"
 #include "scaled_kinds.cuh"
@@ -120,7 +119,7 @@ int64_t blocks_of(const Codes &x) { return gk_ceil_div(x.high * (x.ld / EACH), T
 struct Inner {
     DecodeParams decode;
     gk_gemm_args gemm;
-    size_t bytes; /* of both operands */
+    InnerOperands operands;
 };
 
 gk_tensor decoded(const gk_tensor &t, const Codes &x) {
@@ -133,17 +132,14 @@ gk_tensor decoded(const gk_tensor &t, const Codes &x) {
     return made;
 }
 
-/* base: the workspace. While planning, any aligned address serves. */
-Inner inner_of(const gk_scaled_gemm_args *g, char *base) {
+Inner inner_of(const gk_scaled_gemm_args *g, char *workspace) {
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[1];
     Inner x = {};
     Codes &a = x.decode.of[0] = codes_of(g->a, gk_scales_of(&g->scale_a, m, k, false));
     Codes &b = x.decode.of[1] = codes_of(g->b, gk_scales_of(&g->scale_b, k, n, true));
     x.decode.first_of_b = (unsigned)blocks_of(a);
-    a.to = (__nv_bfloat16 *)base;
-    x.bytes = (size_t)gk_round_up(2 * a.high * a.ld, 1024);
-    b.to = (__nv_bfloat16 *)(base + x.bytes);
-    x.bytes += (size_t)gk_round_up(2 * b.high * b.ld, 1024);
+    x.operands.base = workspace;
+    for (Codes &of : x.decode.of) of.to = (__nv_bfloat16 *)x.operands.take(2 * of.high * of.ld);
     x.gemm.size = sizeof x.gemm;
     x.gemm.a = decoded(g->a, a);
     x.gemm.b = decoded(g->b, b);
@@ -157,26 +153,17 @@ Inner inner_of(const gk_scaled_gemm_args *g, char *base) {
 }
 
 /* ---- 3. launcher and table ------------------------------------------------------------------- */
-struct Own {
-    size_t inner_bytes;
-};
-
 bool plan_instance(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     if (k == 0 || m == 0 || n == 0 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
     if (g->scale_a.dtype != GK_E8M0 || g->scale_b.dtype != GK_E8M0 || scales_along_k(g) == 0)
         return false;
-    const Inner x = inner_of(g, (char *)1024);
+    const Inner x = inner_of(g, unplaced_workspace());
     if (!gk_grid_fits(blocks_of(x.decode.of[0]) + blocks_of(x.decode.of[1]))) return false;
     gk_plan inner;
     if (!plan_inner_gemm(ctx, GK_BF16, &x.gemm, &inner)) return false;
-    for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks;
-    to->chunks = inner.chunks;
-    to->waves = inner.waves;
-    gk_own<Own>(to).inner_bytes = inner.workspace_bytes;
-    to->workspace_bytes = x.bytes + inner.workspace_bytes;
+    plan_around(inner, x.operands.bytes, to);
     return true;
 }
 
@@ -184,14 +171,13 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const Inner x = inner_of((const gk_scaled_gemm_args *)args, (char *)workspace);
     gk_plan inner;
     if (!plan_inner_gemm(ctx, GK_BF16, &x.gemm, &inner) ||
-        inner.workspace_bytes > gk_own<Own>(plan).inner_bytes)
+        !inner_fits(inner, x.operands.bytes, plan))
         return gk_fail(GK_ERR_DEVICE, "the product of the decoded operands could not be planned");
     const unsigned blocks = x.decode.first_of_b + (unsigned)blocks_of(x.decode.of[1]);
     const gk_status status =
         launch<scaled_decode_kernel>("scaled_gemm", ctx, dim3(blocks), THREADS, 0, x.decode);
     if (status != GK_OK) return status;
-    return ((const gk_cuda_instance *)inner.kernel)
-        ->run(ctx, &x.gemm, &inner, (char *)workspace + x.bytes);
+    return run_inner(ctx, &x.gemm, inner, workspace, x.operands.bytes);
 }
 
 const gk_cuda_instance instances[] = {
