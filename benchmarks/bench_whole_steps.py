@@ -2,7 +2,8 @@
 """What a user of transformers sees: a Llama of 1.2e9 random weights after
 `torch_gpukern.integrations.transformers.accelerate(model)`, beside the same model with "sdpa".
 
-    python benchmarks/bench_whole_steps.py --device cuda [--rows prefill generate] [--recipe w4]
+    python benchmarks/bench_whole_steps.py --device cuda [--rows prefill generate] [--save]
+    python benchmarks/bench_whole_steps.py --device cuda --recipe w4
     python benchmarks/bench_whole_steps.py --device cpu --size tiny --seconds 0.1
 
 - prefill: one sequence of 1024, 8192 and 32768 tokens, no cache, the last token's logits.
@@ -16,12 +17,13 @@ its own with its own copy of the model. Both stay alive. They compile and call a
 time together, and then measure alternately, one at a time.
 Printed are medians of all calls, half the interquartile range, and the ratio of the medians. In a
 prefill the error is the largest difference between the two sides' logits, over the largest logit.
+--save stores each row in benchmarks/results/ as soon as it is measured, so that a run that is cut
+short has stored some. The peer's error is then 0, because the error is the distance from it.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import multiprocessing
 import statistics
@@ -33,6 +35,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from devices import nvidia_driver
+from harness import RESULTS
+
+from torch_gpukern import results
 
 SIZES = {
     # hidden, layers, heads, heads_kv, inner, vocabulary; 1.24e9 weights with tied embeddings
@@ -194,20 +200,39 @@ def ask_all(pipes: list[Connection], what: str, given: object = None) -> list:
     return [answer for _, answer in answers]
 
 
-def measure(row: str, pipes: list[Connection], args: argparse.Namespace) -> list[str]:
-    """The cells of a row. Both sides compile at the same time, and then measure alternately."""
+def measure(row: str, pipes: list[Connection], args: argparse.Namespace) -> dict:
+    """The row in the form of results.py. Both sides compile at the same time, and then measure
+    alternately."""
     (ours, our_peak), (theirs, their_peak) = ask_all(pipes, "begin", row)
-    error = "" if ours is None else f"{abs(ours - theirs).max() / abs(theirs).max():.1e}"
     times: list[list[float]] = [[], []]
     for _ in range(args.rounds):
         for pipe, found in zip(pipes, times, strict=True):
             found += ask(pipe, "time", args.seconds / args.rounds)
-    cells, medians = [], []
-    for found, peak in zip(times, (our_peak, their_peak), strict=True):
+    sides = []
+    for found in times:
         low, middle, high = statistics.quantiles(found, n=4)
-        medians.append(middle)
-        cells += [f"{middle:.4g} +- {(high - low) / 2:.2g}", f"{peak:.1f}" if peak else ""]
-    return [row, *cells, f"{medians[1] / medians[0]:.2f}", error]
+        sides.append({"us": 1e3 * middle, "spread": (high - low) / 2 / middle})
+    step = next(step for step in ("prefill", "gradient step", "generate") if row.startswith(step))
+    case = {"group": step, "label": row.removeprefix(step).strip(" ,"), "unit": ""}
+    case |= {"dtype": "bf16" if args.device == "cuda" else "f32"} | sides[0]
+    if ours is not None:
+        case["error"] = float(abs(ours - theirs).max() / abs(theirs).max())
+        sides[1]["error"] = 0.0
+    if our_peak:
+        case["note"] = f"memory {our_peak:.1f}/{their_peak:.1f} GB"
+    return case | {"peers": {"sdpa": sides[1]}}
+
+
+def table_line(case: dict) -> str:
+    """The row as a line of a table."""
+
+    def ms(side: dict) -> str:
+        return f"{side['us'] / 1e3:.4g} +- {side['us'] / 1e3 * side['spread']:.2g}"
+
+    error = f"{case['error']:.1e}" if "error" in case else ""
+    cells = [f"{case['group']} {case['label']}", ms(case), ms(case["peers"]["sdpa"])]
+    cells += [f"{results.ratio_of(case):.2f}", error, case.get("note", "")]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -222,9 +247,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--recipe", help="quantises our side; generate and prefill only")
     parser.add_argument(
-        "--csv", type=Path, help="written anew behind each row, so a cut run has some"
-    )
+        "--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",
+        help="stores each row as soon as it is measured, in benchmarks/results/ or another folder",
+    )  # fmt: skip
     args = parser.parse_args()
+    if args.save and args.recipe:
+        parser.error("--save stores the rows in 16 bits: leave --recipe out")
     rows = [r for r in row_names(args.size) if not args.rows or any(w in r for w in args.rows)]
     if args.recipe:
         rows = [r for r in rows if not r.startswith("gradient")]
@@ -240,28 +268,36 @@ def main() -> None:
     import transformers
 
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    stamp = {
+        "driver": nvidia_driver() if args.device == "cuda" else "",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": f"python benchmarks/{' '.join(words)}",
+    }
     print(said[0])
-    print(
-        f"{device}; torch {torch.__version__}; transformers {transformers.__version__}; "
-        f"{datetime.date.today()}; `python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`\n"
-    )
-    names = ["step", "gpukern, ms", "GB", "sdpa, ms", "GB", "ratio", "error"]
+    print("; ".join([device, *filter(None, stamp.values())]) + "\n")
+    names = ["step", "gpukern, ms", "sdpa, ms", "ratio", "error", "memory, gpukern's/sdpa's"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    table = []
+    before = results.stored(args.save, device).get("whole_steps") if args.save else None
+    cases, failed, notes = [], False, []
     for row in rows:
         try:
-            table.append(measure(row, pipes, args))
+            cases.append(measure(row, pipes, args))
         except Failed as error:  # this row is missing, and the others run
-            print(f"{row}: {error}", file=sys.stderr)
-            table.append([row, "failed", *[""] * (len(names) - 2)])
-        print(f"| {' | '.join(table[-1])} |", flush=True)
-        if args.csv:
-            with args.csv.open("w", newline="") as file:
-                csv.writer(file).writerows([names, *table])
+            failed = True
+            print(f"| {row} | failed | | | | |\n{error}", file=sys.stderr)
+            continue
+        print(table_line(cases[-1]), flush=True)
+        if args.save:
+            whole, notes = results.merged(before, stamp | {"rows": cases, "facts": []})
+            results.store(args.save, device, "whole_steps", whole)
+    print("\n".join(notes))
     for pipe, worker in zip(pipes, workers, strict=True):
         pipe.close()
         worker.join(10)
-    if any(line[1] == "failed" for line in table):
+    if failed:
         sys.exit(1)
 
 
