@@ -125,6 +125,101 @@ def test_groups_on_hopper():
     sentence(page, f"its precise mode takes {precise} times as long as ours |")
 
 
+def times(bench, group, file=H200):
+    """us by the label of a case; and the ratios likewise."""
+    rows = [row for row in bench_of(file, bench)["rows"] if row["group"] == group]
+    assert rows
+    return {row["label"]: row["us"] for row in rows}, {row["label"]: row["ratio"] for row in rows}
+
+
+SQUARE = [f"{n}x{n}x{n}" for n in (4096, 8192)]
+
+
+def test_scaled_products_on_hopper():
+    """The table of rates by the scales, and small M in MXFP8."""
+    page = "docs/kernels/gemm_quantised.md"
+    (rows,) = tables(page, "scales", "up to 64 rows of a")
+    groups = ["row", "block", "int8 block", None, "mx", None]
+    for (name, *_, shown), group in zip(rows, groups, strict=True):
+        if group is None:
+            assert "H100:" in shown, name  # of another run, as the words before the table say
+            continue
+        us, _ = times("scaled_gemm", group)
+        for cell, size, n in zip(shown.split(", "), SQUARE, (4096, 8192), strict=True):
+            close(Cell(cell, shown.place), 2e-6 * n**3 / us[size])
+    (row,) = [
+        r
+        for r in bench_of(H200, "scaled_gemm")["rows"]
+        if r["label"] == "16x8192x8192" and r["group"] == "mx"
+    ]
+    dense = row["peers"]["ours in bf16"]["us"]
+    sentence(page, f"takes {row['us']:.1f} us, where bfloat16 takes {dense:.1f} (one H200")
+
+
+def test_packed_weights_on_hopper():
+    page = "docs/kernels/gemm_quantised.md"
+    (ours, cublas), (_, *tokens) = (
+        tables(page, "8192 x 8192, int4, activations in bfloat16")[0],
+        (
+            "",
+            "1",
+            "16",
+            "64",
+            "128",
+        ),
+    )
+    rows = {r["label"]: r for r in bench_of(H200, "weight_gemm")["rows"] if r["group"] == "int4"}
+    for m, own, peer in zip(tokens, ours[1:], cublas[1:], strict=True):
+        row = rows[f"{m}x8192x8192"]
+        close(own, row["us"])
+        close(peer, row["peers"]["torch.matmul, bf16"]["us"])
+    ratios = [rows[f"{m}x8192x8192"]["ratio"] for m in (256, 512, 2048)]
+    sentence(page, f"From 256 to 2048 tokens it has {span(ratios)} times the speed")
+
+
+def test_sparse_products_on_hopper():
+    page = "docs/kernels/gemm_quantised.md"
+    found = []
+    for group, label in (
+        ("e4m3, fast", SQUARE[0]),
+        ("e4m3", SQUARE[0]),
+        ("e4m3", "64x8192x8192"),
+    ):
+        rows = bench_of(H200, "sparse_gemm")["rows"]
+        (row,) = [r for r in rows if (r["group"], r["label"]) == (group, label)]
+        dense = min(t["us"] for name, t in row["peers"].items() if "dense" in name)
+        found += [row["us"], dense]
+    form = "takes {:.0f} us for 4096 cubed, where the fastest dense product takes {:.0f}, and {:.0f} us"
+    form += (
+        " with the default, where a dense one takes {:.0f}. 64 tokens of an 8192 x 8192 weight take"
+    )
+    sentence(page, (form + " {:.1f} us, dense {:.1f}.").format(*found))
+
+
+def test_scales_in_the_order_of_their_speed():
+    page = "docs/quantise.md"
+    large = ["1024x1024x1024", "2048x2048x2048", *SQUARE, "4096x7168x16384"]
+    us = {g: times("scaled_gemm", g)[0] for g in ("row", "block", "int8", "int8 block")}
+    e4m3, int8 = (
+        span([us[fast][size] / us[slow][size] for size in large])
+        for fast, slow in (("row", "block"), ("int8", "int8 block"))
+    )
+    sentence(page, f"e4m3 has {e4m3} times the speed of row scales, int8 {int8} times")
+    over = [times("scaled_gemm", "int8 block")[1][size] for size in large[1:]]
+    sentence(page, f"From 2048 cubed on int8 still has {span(over)} times bfloat16's speed")
+    mx = times("scaled_gemm", "mx")[1]
+    sentence(page, f"has {mx[large[0]]:.2f} (1024 cubed) to {mx[SQUARE[1]]:.2f} (8192 cubed)")
+
+
+def test_wide_heads_on_hopper():
+    rows = {(r["group"], r["label"]): r for r in bench_of(H200, "flash_attn")["rows"]}
+    row = rows["wide forward full", "d512 B2 S8192"]
+    words = (
+        f"it has {row['rate'] / 1e3:.0f} TFLOP/s at 8k, full, {row['ratio']:.1f} times SDPA's speed"
+    )
+    sentence("docs/kernels/flash_attn_hopper.md", words)
+
+
 # ---- two GPUs ------------------------------------------------------------------------------------
 
 

@@ -789,9 +789,8 @@ def fastest_us(call, repeats):
 
 
 def test_host_time():
-    """docs/paged_cache.md has the measurements: 56 us for a step of 256 sequences, 260 us for 32k
-    tokens. The limits here are five times that, for busy machines. (Token by token it was 700 us
-    and 17 ms.)"""
+    """docs/paged_cache.md has the measurements. The limits here are five times those of the slowest
+    machine that was tried, for busy machines. (Token by token it was 700 us and 17 ms.)"""
     cache = PagedKVCache(40_000, 16, 1, 1)
     many = [cache.allocate() for _ in range(256)]
     cache.extend(many, [37 * i % 2000 + 1 for i in range(256)])
