@@ -220,6 +220,29 @@ def test_wide_heads_on_hopper():
     sentence("docs/kernels/flash_attn_hopper.md", words)
 
 
+def test_shared_prefixes_on_hopper():
+    page = "docs/kernels/paged_attn.md"
+    cases = {r["label"]: r for r in bench_of(H200, "paged_attn")["rows"]}
+    (rows,) = tables(page, "sequences x (shared + own)")
+    for shape, saved, plain, prefix, ratio in rows:
+        n, shared, own = (int(number) for number in re.findall(r"\d+", shape))
+        row = cases[f"B{n} {shared} shared + {own} page 16"]
+        close(prefix, row["us"])
+        close(plain, row["peers"]["without prefix"]["us"])
+        close(ratio, results.ratio_of(row))
+        equal(saved, f"{(n - 1) * shared:,}")
+
+
+def test_masks_over_new_tokens_on_hopper():
+    cases = {r["label"]: r for r in bench_of(H200, "paged_attn")["rows"] if r["group"] == "tree"}
+    tree, causal = [], []
+    for label in ("B8 4096 old + 16 new page 16", "B64 4096 old + 64 new page 16"):
+        tree.append(f"{cases[label]['us']:.0f}")
+        causal.append(f"{cases[label]['peers']['causal rule']['us']:.0f}")
+    words = "The kernel takes {} and {} us, and the causal call, which the prefill kernel serves now, takes"
+    sentence("docs/kernels/paged_attn.md", f"{words} {{}} and {{}}".format(*tree, *causal))
+
+
 # ---- two GPUs ------------------------------------------------------------------------------------
 
 
