@@ -58,7 +58,8 @@ Some peers are calls of gpukern itself that lack what the case measures: "causal
 "+-" is half the interquartile range of the ratios of single rounds, in percent of the ratio. GPU calls are
 replayed from CUDA graphs unless the case is a whole step. A case is bound by the host if ours or the fastest peer
 waited for the CPU to launch its kernels; the first table counts such cases where the run recorded it. If a later
-run measured some cases of an op again, its date is the first to the last.
+run measured some cases of an op again, its date is the first to the last. "Older kernels" stands where kernels that
+serve these cases were replaced after the run, and the new ones have not been measured on that device.
 
 Every case, with each peer's time, the clock, the date and the command, is a line of the CSV file of its device:
 
@@ -432,6 +433,8 @@ def _device_part(result: dict, name: str) -> list[str]:
     for run in bench.get("later", ()):
         own = [row for row in bench["rows"] if _of_run(row, run)]
         parts.append(f"{len(own)} of {len(bench['rows'])} cases are of another run: {_run(run)}")
+    if bench.get("older"):
+        parts.append(f"Older kernels: {bench['older']}")
     if bench.get("note"):  # about changes since the run
         parts.append(f"Note: {bench['note']}")
     if any(row["rate"] for row in bench["rows"]):
@@ -481,6 +484,14 @@ def _named(name: str) -> str:
     return f"[{name}]({target})"
 
 
+def _older(bench: dict, row: dict) -> str:
+    """What to say of a case whose kernel was replaced after the run. The run's property `older` names
+    the groups of such cases, or it is "all"."""
+    groups = bench.get("older", "").split("; ")
+    first = row.get("date", bench["date"]) == bench["date"]
+    return ", older kernels" if first and ("all" in groups or row["group"] in groups) else ""
+
+
 def _host_bound(result: dict, rows: list[dict]) -> str:
     """In how many of the cases ours or the fastest peer waited for the host."""
     if "NVIDIA" not in result["device"]:
@@ -511,11 +522,15 @@ def _overview(results: list[dict]) -> str:
             if rated := _rated(result, name):
                 ratios = [ratio_of(row) for row in rated]
                 worst = min(rated, key=ratio_of)
+                bench = result["benches"][name]
+                older = [row for row in rated if _older(bench, row)]
+                part = f", {len(older)} of older kernels" if older else ""
+                part = ", older kernels" if len(older) == len(rated) else part
                 cells = [
                     _named(name),
                     result["device"],
-                    _dates(result["benches"][name]),
-                    str(len(rated)),
+                    _dates(bench),
+                    f"{len(rated)}{part}",
                 ]
                 cells += [
                     str(sum(x >= 1 for x in ratios)),
@@ -538,7 +553,9 @@ def _grouped(results: list[dict]) -> str:
             for group, members in _groups(result["benches"][name]).items():
                 if rated := [row for row in members if row["peers"]]:
                     ratios = [ratio_of(row) for row in rated]
-                    cells = [name, group, result["device"].removeprefix("NVIDIA "), str(len(rated))]
+                    older = _older(result["benches"][name], rated[0])
+                    device = result["device"].removeprefix("NVIDIA ")
+                    cells = [name, f"{group}{older}", device, str(len(rated))]
                     cells += [
                         f"{geometric_mean(ratios):.2f}x",
                         f"{min(ratios):.2f}x",
@@ -555,16 +572,15 @@ def _slowest(results: list[dict]) -> str:
         for name in result["benches"]:
             for row in _rated(result, name):
                 key = result["device"], name, row["group"]
-                worst[key] = min(
-                    worst.get(key, (9.0, {})), (ratio_of(row), row), key=lambda pair: pair[0]
-                )
+                new = ratio_of(row), row, _older(result["benches"][name], row)
+                worst[key] = min(worst.get(key, (9.0, {}, "")), new, key=lambda found: found[0])
     head = ["op", "case", "device", "gpukern, us", "best peer, us", "ratio"]
     lines = [_line(head), _rule(head)]
-    for (device, name, group), (_, row) in sorted(worst.items(), key=lambda item: item[1][0])[
-        :SLOWEST
-    ]:
+    slowest = sorted(worst.items(), key=lambda item: item[1][0])[:SLOWEST]
+    for (device, name, group), (_, row, older) in slowest:
         peer = best_peer(row)
-        cells = [name, f"{group}, {row['label']}, {row['dtype']}", device, _figure(row["us"], 4)]
+        case = f"{group}, {row['label']}, {row['dtype']}{older}"
+        cells = [name, case, device, _figure(row["us"], 4)]
         cells += [f"{peer} {_figure(row['peers'][peer]['us'], 4)}", _spread(row)]
         lines.append(_line(cells))
     return "\n".join(lines)

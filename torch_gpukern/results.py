@@ -8,7 +8,8 @@ Benchmarks write the files of benchmarks/results/ with save(). Tools, tests and 
     group   geomean and worst ratio of the cases of a group, and the bar that they must reach
     fact    one figure that is not a ratio of two times
     peak    what the device reached in the same run: GFLOP/s of a dtype, or GB/s of reading
-    run     a property of a run: torch, driver, threads, ..
+    run     a property of a run: torch, driver, threads, ..; `older` names the groups whose kernels
+            were replaced after the run, separated by "; ", or is all
     device  the first line: the device's name
 
 Each line has the date and the command of its run. Most ops have one run. A run of some rows replaces

@@ -112,6 +112,27 @@ def test_what_is_new_appears_by_itself(results):
     assert "| alone | bf16 | 1 |  |  |  | 20 TFLOP/s | 50 |" in full
 
 
+def test_cases_of_older_kernels_are_marked(tmp_path):
+    """A later run of such a case removes the mark from it."""
+    rows = [measured("small", 4.0, fa3=2.0), measured("large", 9.0, "b group", fa3=8.0)]
+    bench = run_of("2027-01-01", rows) | {"older": "a group"}
+    saved.store(tmp_path, "NVIDIA B300", "gemm", bench)
+
+    def lines():
+        result = {"stem": "b"} | saved.load(tmp_path / "nvidia-b300.csv")
+        page = tool.page([result])
+        return [line for line in page.splitlines() if line.startswith("|") and "B300" in line]
+
+    marked = [line for line in lines() if "older" in line]
+    assert [line.count("| 2, 1 of older kernels |") for line in marked] == [1, 0, 0]
+    assert "| a group, small, bf16, older kernels |" in marked[1]
+    assert "| a group, older kernels |" in marked[2]
+    again = run_of("2027-02-02", [measured("small", 1.0, fa3=2.5)])
+    found, _ = saved.merged(saved.stored(tmp_path, "NVIDIA B300")["gemm"], again)
+    saved.store(tmp_path, "NVIDIA B300", "gemm", found)
+    assert not [line for line in lines() if "older" in line]
+
+
 def test_a_file_is_read_as_it_was_written(results, tmp_path):
     for result in results:
         path = tool.RESULTS / f"{result['stem']}.csv"
