@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A model of your own under the engine and its server: the byte model that `make demo` trains.
 
-    pip install 'gpukern[serve]'
+    pip install '.[serve]'
     make demo                                             # writes build/demo/checkpoint.pt
     python examples/serve/demo.py build/demo/checkpoint.pt
     curl localhost:8000/v1/completions -d '{"prompt": "import os\\n", "max_tokens": 64}'

@@ -82,15 +82,22 @@ def test_explain_of_few_bits():
             == "scaled_gemm_sm90a_e4m3_block_any_128x128"
         )
     assert "_i8_" in json.loads(run("explain", *call[:-3], "--dtype", "int8", "--json")[1])["row"]
-    for format, group in (("int4", 128), ("mxfp4", 32), ("nvfp4", 16), ("e4m3", 64)):
+    scales = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
+    formats = (("int4", 128), ("uint4", 128), ("mxfp4", 32), ("nvfp4", 16), ("e4m3", 64))
+    for format, group in formats:
         more = ["--group", str(group)] if format == "e4m3" else []
         found = json.loads(
             run("explain", "weight_gemm", "3", "100", "300", "--format", format, *more, "--json")[1]
         )
         packed = torch.zeros(2, 5, 4096 if format == "e4m3" else 2048, dtype=torch.uint8)
-        scale = torch.ones(-(-300 // group), 100)
         a = torch.ones(3, 300, dtype=torch.bfloat16)
-        assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format)
+        scale = torch.ones(-(-300 // group), 100).to(scales.get(format, a.dtype))
+        zero = {"zero": torch.zeros(scale.shape, dtype=torch.uint8)} if format == "uint4" else {}
+        assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format, **zero)
+    if torch.ops.gpukern.cuda_kernels.default():  # the layers of w4, w4-zero, mxfp4, nvfp4 on Hopper
+        for format in ("int4", "uint4", "mxfp4", "nvfp4"):
+            call = ["weight_gemm", "1", "4096", "14336", "--format", format, "--arch", "sm_90"]
+            assert run("explain", *call)[1].split()[2].startswith("weight_gemm_mma_")
     x = torch.ones(3, 300, dtype=torch.bfloat16)
     found = json.loads(
         run("explain", "quantize", "3", "300", "--granularity", "1x128", "--to", "int8", "--json")[

@@ -217,7 +217,12 @@ def _weight(args: argparse.Namespace) -> tuple[list, dict]:
     group = min(args.group or _GROUPS[args.format], max(k, 1))
     tile = 4096 if args.format in ("int8", "e4m3") else 2048
     packed = _filled(args, 0x11, -(-n // 64), -(-k // 64), tile, dtype=torch.uint8)
-    return [_dense(args, m, k), packed, _filled(args, 1, -(-k // group), n), n, args.format], {}
+    a = _dense(args, m, k)
+    # the dtypes of the scales that `gpukern.nn.quantize` makes
+    dtype = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(args.format, a.dtype)
+    scale = _filled(args, 1, -(-k // group), n, dtype=dtype)
+    zero = _filled(args, 8, -(-k // group), n, dtype=torch.uint8)
+    return [a, packed, scale, n, args.format], {"zero": zero} if args.format == "uint4" else {}
 
 
 def _add_grouped(p: argparse.ArgumentParser) -> None:
