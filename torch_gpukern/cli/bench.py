@@ -184,7 +184,7 @@ def _weight(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
     )
     packed, scale, w = (
         pack_weight(codes, "int4"),
-        torch.ones(n // 128, n, device=device),
+        torch.ones(n // 128, n, dtype=dtype, device=device),  # as the layers have
         codes.to(dtype),
     )
     name = f"weight_gemm {size} tokens, {n} x {n}"
