@@ -124,6 +124,16 @@ def test_files_that_are_named_exist(page):
             ), f"{ident(page)}: `{code}`"
 
 
+def test_pages_of_kernels_name_their_files():
+    """Each file of attention and of products on CUDA is on a page of docs/kernels."""
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "kernels").glob("*.md"))
+    named = set(re.findall(r"[\w.]+", text))
+    files, _ = tree()
+    rooms = ("csrc/cuda/attn/", "csrc/cuda/product/")
+    missing = [f for f in files if f.startswith(rooms) and Path(f).name not in named]
+    assert not missing, f"on no page of docs/kernels: {', '.join(sorted(missing))}"
+
+
 @pytest.mark.parametrize("page", PRESENT, ids=ident)
 def test_names_that_are_mentioned_exist(page):
     """Checks words in code that look like names of this project: with an underscore inside, or

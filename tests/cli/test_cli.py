@@ -94,7 +94,9 @@ def test_explain_of_few_bits():
         scale = torch.ones(-(-300 // group), 100).to(scales.get(format, a.dtype))
         zero = {"zero": torch.zeros(scale.shape, dtype=torch.uint8)} if format == "uint4" else {}
         assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format, **zero)
-    if torch.ops.gpukern.cuda_kernels.default():  # the layers of w4, w4-zero, mxfp4, nvfp4 on Hopper
+    if (
+        torch.ops.gpukern.cuda_kernels.default()
+    ):  # the layers of w4, w4-zero, mxfp4, nvfp4 on Hopper
         for format in ("int4", "uint4", "mxfp4", "nvfp4"):
             call = ["weight_gemm", "1", "4096", "14336", "--format", format, "--arch", "sm_90"]
             assert run("explain", *call)[1].split()[2].startswith("weight_gemm_mma_")
