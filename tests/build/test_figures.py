@@ -233,6 +233,19 @@ def test_shared_prefixes_on_hopper():
         equal(saved, f"{(n - 1) * shared:,}")
 
 
+def test_latent_attention_on_hopper():
+    (rows,) = tables("docs/kernels/paged_attn.md", "batch x context")
+    cases = {(r["group"], r["label"]): r for r in bench_of(H200, "paged_attn")["rows"]}
+    for shape, *cells in rows:
+        batch, context = re.match(r"(\d+) x (\d+)k", shape).groups()
+        for heads, cell in zip((128, 64, 16), cells, strict=True):
+            label = f"B{batch} context {1024 * int(context)}"
+            row = cases[f"latent, {heads} heads", label]
+            ours, theirs, _ = (Cell(part, cell.place) for part in cell.split(", "))
+            close(ours, row["us"])
+            close(theirs, row["peers"]["FlashMLA"]["us"])
+
+
 def test_masks_over_new_tokens_on_hopper():
     cases = {r["label"]: r for r in bench_of(H200, "paged_attn")["rows"] if r["group"] == "tree"}
     tree, causal = [], []
