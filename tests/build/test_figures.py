@@ -256,6 +256,38 @@ def test_masks_over_new_tokens_on_hopper():
     sentence("docs/kernels/paged_attn.md", f"{words} {{}} and {{}}".format(*tree, *causal))
 
 
+# ---- a CPU ---------------------------------------------------------------------------------------
+
+
+def test_a_xeon():
+    page, file = "docs/kernels/gemm_cpu.md", "intel-r-xeon-r-processor-2-threads-avx512"
+    mean = {group["group"]: group["geomean"] for group in bench_of(file, "flash_attn")["groups"]}
+    (rows,) = tables(
+        page,
+        "bfloat16 attention, two threads, relative to the better of SDPA in bfloat16 and in float32",
+    )
+    for row, groups in zip(
+        rows,
+        (
+            ("forward full d64", "forward full d128"),
+            ("forward causal",),
+            ("backward full", "backward causal"),
+        ),
+        strict=True,
+    ):
+        for cell, group in zip(row[2].split("; "), groups, strict=True):
+            close(Cell(cell, row[2].place), mean[f"{group}, bf16"], least=0.55)
+    products = [r for r in bench_of(file, "gemm")["rows"] if r["group"] in ("square", "odd")]
+    bf16, f32 = (
+        span([results.ratio_of(r) for r in products if r["dtype"] == dtype])
+        for dtype in ("bf16", "f32")
+    )
+    sentence(page, f"have {bf16} times the speed of oneDNN")
+    sentence(page, f"have {f32} times that of MKL")
+    shares = [r["share"] for r in bench_of(file, "paged_attn")["rows"] if r["dtype"] == "bf16"]
+    sentence(page, f"Decoding in bfloat16 reads at {span(shares)} of the loop over the same pages")
+
+
 # ---- two GPUs ------------------------------------------------------------------------------------
 
 
