@@ -557,6 +557,16 @@ def test_fused_loss_of_a_head_that_computes_something_else(how):
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want)
 
 
+def test_a_loss_that_the_user_sets_later_is_called():
+    model = causal_model()
+    gnn.patch(model, say=None, fused_linear_cross_entropy=True)
+    ids = torch.randint(70, (2, 11))
+    assert model(input_ids=ids, labels=ids).logits is None
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    got = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(got.loss, model(input_ids=ids).logits.square().mean())
+
+
 def test_a_model_with_the_fused_loss_pickles():
     import pickle
 

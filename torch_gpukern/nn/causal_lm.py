@@ -37,9 +37,7 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
         return None, "it has our loss already"
     if "forward" in vars(model):
         return None, "its forward was replaced before"
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+    if not _has_their_loss(model):
         return None, "its loss is one of its own"
     plan, why = plan_of(kind)
     if plan is None:
@@ -52,6 +50,12 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
     except TypeError as error:
         return None, str(error)
     return _with_fused_loss(kind), ""
+
+
+def _has_their_loss(model: torch.nn.Module) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 # ---- the forward ---------------------------------------------------------------------------------
@@ -80,6 +84,7 @@ def _with_fused_loss(kind: type) -> type:
             or not whole
             or not isinstance(keep, int)
             or keep != 0
+            or not _has_their_loss(self)  # a user may replace it at any time
             or (plan.routers and _wants_routers(self, given))
         ):
             return plain(self, *args, **kwargs)
