@@ -198,6 +198,105 @@ def test_a_failed_load_changes_nothing(fault, tmp_path):
         assert_bits(now[name], t)
 
 
+def _half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+FAULTS = {
+    "truncated": (_half, "model.safetensors is no whole file of safetensors"),
+    "empty": (lambda p: p.write_bytes(b""), "model.safetensors is no whole file of safetensors"),
+    "foreign": (lambda p: p.write_bytes(b"PK" * 99), "model.safetensors is no whole file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_are_not_whole_are_named(fault, tmp_path, capsys):
+    (tmp_path / "plain").mkdir()
+    file = tmp_path / "plain" / "model.safetensors"
+    save_file(Model().layers.state_dict(), file)
+    spoil, text = FAULTS[fault]
+    spoil(file)
+    assert cli.main(["quantize", str(tmp_path / "plain")]) == 1
+    assert text in capsys.readouterr().err and not (tmp_path / "plain-w4").exists()
+    with pytest.raises(ValueError, match=text):
+        gnn.load_quantized(Model(), tmp_path / "plain")
+
+
+@pytest.mark.parametrize("text", ("{nope", "[]"))
+def test_a_broken_configuration_is_named_before_anything_is_written(text, tmp_path, capsys):
+    write(tmp_path / "plain", Model())
+    (tmp_path / "plain" / "config.json").write_text(text)
+    assert cli.main(["quantize", str(tmp_path / "plain")]) == 1
+    assert "config.json" in capsys.readouterr().err and not (tmp_path / "plain-w4").exists()
+
+
+@pytest.mark.parametrize(
+    "metadata, text",
+    (
+        ("hello", "entry gpukern must be JSON with the field gpukern-weight"),
+        ("3", "entry gpukern must be JSON"),
+        ('{"gpukern-weight": 1}', "recipe must be one of fp8, .* it is None"),
+        ('{"gpukern-weight": 1, "recipe": "w9", "layers": []}', "recipe must be .* it is 'w9'"),
+        ('{"gpukern-weight": 1, "recipe": "w8", "layers": "a"}', "layers must be a list of names"),
+    ),
+)
+def test_broken_metadata_is_named(metadata, text, tmp_path):
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors", {"gpukern": metadata})
+    with pytest.raises(ValueError, match=f"model.safetensors: .*{text}"):
+        gnn.load_quantized(Model(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "part, dtype", (("weight_scale", torch.int32), ("weight_codes", torch.float32))
+)
+def test_tensors_of_another_kind_are_refused(part, dtype, tmp_path):
+    """load_state_dict would cast them without a word."""
+    write(tmp_path / "plain", Model())
+    gnn.quantize_directory(tmp_path / "plain", tmp_path / "few", "int8", show=False, say=None)
+    for file in (tmp_path / "few").glob("*.safetensors"):
+        tensors = load_file(file)
+        with safetensors.safe_open(file, "pt") as held:
+            about = held.metadata()
+        if f"layers.1.{part}" in tensors:
+            tensors[f"layers.1.{part}"] = tensors[f"layers.1.{part}"].to(dtype)
+        save_file(tensors, file, about)
+    with pytest.raises(ValueError, match=f"layers.1.{part} must hold"):
+        gnn.load_quantized(Model(), tmp_path / "few")
+
+
+@pytest.mark.parametrize("shards", ("5GB", "60KB"))
+def test_save_pretrained_of_a_quantised_model(shards, tmp_path):
+    """transformers refuses the directory, and load_quantized reads it. Without the mark in the
+    configuration transformers fills in random numbers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(8)[None]
+    done = gnn.quantize(model, "w8", say=None)
+    model.save_pretrained(tmp_path / "few", max_shard_size=shards)
+    assert (len(list((tmp_path / "few").glob("*.safetensors"))) == 1) == (shards == "5GB")
+    with pytest.raises(ValueError, match="quant_method"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "few")
+    with pytest.raises(ValueError, match="quantised already"):
+        gnn.quantize_directory(tmp_path / "few", tmp_path / "twice", "w8")
+    torch.manual_seed(5)
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path / "few")
+    ).eval()
+    assert len(gnn.load_quantized(made, tmp_path / "few")) == 14
+    with torch.no_grad():
+        assert_bits(made(tokens).logits, model(tokens).logits)
+    done.restore()
+    model.save_pretrained(tmp_path / "plain")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    with torch.no_grad():
+        assert_bits(again(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize("recipe", ("w8", "nvfp4", "fp8"))
 def test_parameters_on_meta_become_the_files(recipe, tmp_path):
     """Nothing stays on meta, the head stays tied to the embedding, and results equal those of a

@@ -8,7 +8,8 @@ that have it. Each layer's tensors are named as in a QuantizedLinear's state_dic
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from ...cli.terminal import progress
 from . import compressed_tensors
-from .quantize import RECIPES, _become, is_skipped
-from .quantized import FORMAT, VERSION, check_state, empty_of, state_of
+from .quantize import RECIPES, _become, config_entry, is_skipped
+from .quantized import FORMAT, VERSION, check_state, empty_of, fields_of, state_of
 from .recommended import recommended
 from .schemes import GROUPED, IMPORTED, SCHEMES
 
@@ -39,6 +40,34 @@ def _safetensors() -> Any:
             "torch_gpukern: files of weights need safetensors: pip install safetensors"
         ) from error
     return safetensors
+
+
+@contextmanager
+def _opened(who: str, file: Path) -> Iterator[Any]:
+    """An open file of safetensors. ValueError names a file that is none, or only a part of one."""
+    safetensors = _safetensors()
+    try:
+        held = safetensors.safe_open(file, "pt")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{who}: {file} is no whole file of safetensors ({error}); copy it again"
+        ) from error
+    with held as opened:
+        yield opened
+
+
+def _config(who: str, directory: Path) -> dict[str, Any]:
+    """The fields of a directory's config.json; none if there is no such file."""
+    file = directory / CONFIG
+    if not file.exists():
+        return {}
+    try:
+        about = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{who}: {file} is no JSON: {error}") from None
+    if not isinstance(about, dict):
+        raise ValueError(f"{who}: {file} must hold an object, it holds a {type(about).__name__}")
+    return about
 
 
 def quantize_directory(
@@ -91,6 +120,7 @@ def quantize_directory(
         raise ValueError(f"quantize: {source} has no *.safetensors")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"quantize: {target} exists and is not an empty directory")
+    _config("quantize", source)
     held = [(file, _header(file)) for file in files]
     linear = _linear_layers(source, [name for _, (names, _) in held for name in names])
     stays = _Stays(skip, linear)
@@ -159,7 +189,7 @@ def _check_layout(layout: str, recipe: str) -> None:
 
 
 def _describe(config: Path, quantization: dict[str, Any]) -> None:
-    about = json.loads(config.read_text()) if config.exists() else {}
+    about = _config("quantize", config.parent)
     about["quantization_config"] = quantization
     config.write_text(json.dumps(about, indent=2) + "\n")
 
@@ -167,8 +197,7 @@ def _describe(config: Path, quantization: dict[str, Any]) -> None:
 def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
     """Names of the nn.Linear modules of the model that transformers builds from the configuration;
     None if transformers does not know the model."""
-    config = source / CONFIG
-    if not config.exists() or "model_type" not in json.loads(config.read_text()):
+    if "model_type" not in _config("quantize", source):
         return None
     try:
         import transformers
@@ -206,24 +235,14 @@ class _Stays(NamedTuple):
 
 
 def _mark(config: Path, recipe: str) -> None:
-    """Writes a quantization_config without a method, so that transformers and other loaders refuse
-    the directory. Otherwise they would find the weights missing and fill in random numbers."""
-    if not config.exists():
-        return
-    about = json.loads(config.read_text())
-    gpukern = {
-        FORMAT: VERSION,
-        "recipe": recipe,
-        "load_with": "torch_gpukern.nn.load_quantized(model, directory)",
-    }
-    about["quantization_config"] = {"quant_method": None, "gpukern": gpukern}
-    config.write_text(json.dumps(about, indent=2) + "\n")
+    if config.exists():
+        _describe(config, config_entry(recipe))
 
 
 def _header(file: Path) -> tuple[list[str], dict[str, str]]:
-    with _safetensors().safe_open(file, "pt") as held:
+    with _opened("quantize", file) as held:
         metadata = held.metadata() or {}
-        if "gpukern" in metadata:
+        if "gpukern" in metadata or _recipes_of(held):
             raise ValueError(f"quantize: {file} has been quantised already")
         return list(held.keys()), metadata
 
@@ -241,7 +260,7 @@ def _file(
     """The tensors of one file as they are written."""
     scheme, made, theirs = SCHEMES[recipe], {}, layout != "gpukern"
     multiple = compressed_tensors.multiple_of(recipe) if theirs else scheme.multiple
-    with _safetensors().safe_open(file, "pt") as held, torch.no_grad():
+    with _opened("quantize", file) as held, torch.no_grad():
         for name in held.keys():
             next(steps)
             t = held.get_tensor(name)
@@ -265,9 +284,52 @@ def _file(
     return made
 
 
+def _layers_of(file: Path) -> dict[str, str]:
+    """The quantised layers of a file, and their recipes."""
+    with _opened("load_quantized", file) as held:
+        text = (held.metadata() or {}).get("gpukern")
+        if text is None:
+            return _recipes_of(held)
+    try:
+        about = json.loads(text)
+    except ValueError:
+        about = None
+    if not isinstance(about, dict) or FORMAT not in about:
+        raise ValueError(
+            f"load_quantized: {file}: the metadata's entry gpukern must be JSON with the field "
+            f"{FORMAT}, it is {text[:80]!r}"
+        )
+    if about[FORMAT] != VERSION:
+        raise ValueError(
+            f"load_quantized: {file} is of version {about[FORMAT]!r}, this gpukern reads version "
+            f"{VERSION}"
+        )
+    recipe, names = about.get("recipe"), about.get("layers")
+    if recipe not in SCHEMES:
+        raise ValueError(
+            f"load_quantized: {file}: recipe must be one of {', '.join(SCHEMES)}, it is {recipe!r}"
+        )
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"load_quantized: {file}: layers must be a list of names")
+    return dict.fromkeys(names, recipe)
+
+
+def _recipes_of(held: Any) -> dict[str, str]:
+    """The layers of an open file that say themselves that they are quantised, and their recipes.
+    transformers' save_pretrained writes such files: it keeps no metadata of ours."""
+    found = {}
+    for name in held.keys():
+        layer, _, last = name.rpartition(".")
+        if last == "_extra_state":
+            magic, _, recipe = fields_of(held.get_tensor(name))
+            if magic == FORMAT and recipe in SCHEMES:
+                found[layer] = recipe
+    return found
+
+
 def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
-    """Loads what `quantize_directory` wrote into a model of the same kind, whose layers become
-    `QuantizedLinear` in place.
+    """Loads what `quantize_directory`, or ``save_pretrained`` of a quantised model, wrote into a
+    model of the same kind, whose layers become `QuantizedLinear` in place.
 
     Args:
         model: its nn.Linear modules have the names of the files' layers; values do not matter
@@ -283,20 +345,17 @@ def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
             then as it was.
         ImportError: safetensors is not installed.
     """
-    files, layers = sorted(Path(directory).glob("*.safetensors")), {}
+    files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise ValueError(f"load_quantized: {directory} has no *.safetensors")
+    layers: dict[str, str] = {}
     for file in files:
-        with _safetensors().safe_open(file, "pt") as held:
-            about = json.loads((held.metadata() or {}).get("gpukern", "{}"))
-        if FORMAT not in about:
-            raise ValueError(f"load_quantized: {file} was not written by gpukern quantize")
-        if about[FORMAT] != VERSION:
-            raise ValueError(
-                f"load_quantized: {file} is of version {about[FORMAT]}, this gpukern reads "
-                f"version {VERSION}"
-            )
-        layers |= dict.fromkeys(about["layers"], about["recipe"])
+        layers |= _layers_of(file)
+    if not layers:
+        raise ValueError(
+            f"load_quantized: {directory} was not written by gpukern quantize, nor by "
+            f"save_pretrained of a model that gpukern quantised: no layer in it is quantised"
+        )
     modules = dict(model.named_modules())
     missing = [name for name in layers if not isinstance(modules.get(name), torch.nn.Linear)]
     if missing:
@@ -377,20 +436,32 @@ def _check_tensors(
     modules, held = dict(model.named_modules()), model.state_dict()
     if any(m._load_state_dict_pre_hooks for m in modules.values()):
         return  # which may rename them
-    wanted = {name: (list(t.shape), False) for name, t in held.items() if isinstance(t, Tensor)}
+    wanted = {
+        name: (list(t.shape), False, t.is_floating_point())
+        for name, t in held.items()
+        if isinstance(t, Tensor)
+    }
     for layer, recipe in layers.items():
         module = modules[layer]
         del wanted[f"{layer}.weight"]
         spec = SCHEMES[recipe].spec(module.out_features, module.in_features)
         wanted |= {
-            f"{layer}.{part}": (list(shape), recipe in GROUPED and part != "weight_packed")
-            for part, (shape, _) in spec.items()
+            f"{layer}.{part}": (
+                list(shape),
+                recipe in GROUPED and part != "weight_packed",
+                dtype.is_floating_point,
+            )
+            for part, (shape, dtype) in spec.items()
         }
-        wanted[f"{layer}._extra_state"] = ([], True)
+        wanted[f"{layer}._extra_state"] = ([], True, False)
     there: dict[str, list[int]] = {}
+    floating: dict[str, bool] = {}
     for file in files:
-        with _safetensors().safe_open(file, "pt") as opened:
-            there |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}
+        with _opened("load_quantized", file) as opened:
+            for name in opened.keys():
+                part = opened.get_slice(name)
+                there[name] = list(part.get_shape())
+                floating[name] = part.get_dtype().startswith(("F", "BF"))
             for layer, recipe in layers.items():
                 if f"{layer}._extra_state" in opened.keys():
                     check_state(opened.get_tensor(f"{layer}._extra_state"), recipe)
@@ -410,10 +481,16 @@ def _check_tensors(
             f"load_quantized: {directory} lacks {', '.join(sorted(absent)) or 'nothing'}, "
             f"and has beside {', '.join(unknown) or 'nothing'}"
         )
-    for name, (shape, free) in wanted.items():
+    for name, (shape, free, floats) in wanted.items():
         if name in there and not free and there[name] != shape:
             raise ValueError(
                 f"load_quantized: {name} must have shape {shape}, {directory} has {there[name]}"
+            )
+        if name in there and floating[name] != floats:
+            kinds = {True: "floating-point numbers", False: "integers"}
+            raise ValueError(
+                f"load_quantized: {name} must hold {kinds[floats]}, {directory} has "
+                f"{kinds[not floats]}"
             )
     lost = [n for n, t in model.named_buffers() if t.is_meta and n not in there]
     if lost:

@@ -11,7 +11,7 @@ from ..layers import Linear
 from .calibration import Observed, calibrate
 from .fp8 import HISTORIES, Fp8Linear
 from .qat import WAYS, QatLinear, step_of
-from .quantized import QuantizedLinear
+from .quantized import FORMAT, VERSION, QuantizedLinear
 from .schemes import IMPORTED, SCHEMES
 
 __all__ = ["RECIPES", "Quantized", "quantize"]
@@ -63,6 +63,7 @@ class Quantized:
             }  # type: ignore[assignment]
             del self._changed[name]
             self.replaced.pop(name, None)
+        _mark(self.model, self.recipe)
         if left:
             raise RuntimeError(
                 f"gpukern: what was changed since quantize cannot be restored, the rest is: "
@@ -89,6 +90,7 @@ class Quantized:
             _become(module, recipe, tensors)
             self._changed[name] = module, before, weight
             self.replaced[name] = recipe
+            _mark(self.model, recipe)
         return self
 
     def __enter__(self) -> "Quantized":
@@ -104,6 +106,33 @@ class Quantized:
 
 _OURS = (QuantizedLinear, Fp8Linear, QatLinear)
 _ATTRIBUTES = ("scheme", "names", "code_dtypes", "recipe", "scaling", "weight_like")
+
+
+def config_entry(recipe: str) -> dict[str, Any]:
+    """The quantization_config of a model's configuration. It has no method, so transformers and
+    other loaders refuse the directory. Otherwise they would find the weights missing and fill in
+    random numbers."""
+    gpukern = {
+        FORMAT: VERSION,
+        "recipe": recipe,
+        "load_with": "torch_gpukern.nn.load_quantized(model, directory)",
+    }
+    return {"quant_method": None, "gpukern": gpukern}
+
+
+def _mark(model: torch.nn.Module, recipe: str) -> None:
+    """Puts `config_entry` into a transformers model's configuration, which save_pretrained writes,
+    while a layer is quantised."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_diff_dict"):
+        return
+    held = getattr(config, "quantization_config", None)
+    ours = isinstance(held, dict) and "gpukern" in held
+    if any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        if held is None:
+            config.quantization_config = config_entry(recipe)
+    elif ours:
+        del config.quantization_config
 
 
 def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
@@ -210,6 +239,7 @@ def quantize(
     except BaseException:
         done.restore()
         raise
+    _mark(model, recipe)
     if say is not None:
         _report(done, say)
     return done

@@ -267,13 +267,19 @@ def state_of(recipe: str) -> Tensor:
     return torch.tensor(list(f"{FORMAT} {VERSION} {recipe}".encode()), dtype=torch.uint8)
 
 
-def check_state(state: Any, recipe: str) -> None:
-    """ValueError unless `state` is what a layer of this recipe, and of this version, wrote."""
-    text = (
-        bytes(state.tolist()).decode(errors="replace") if isinstance(state, Tensor) else repr(state)
-    )
+def fields_of(state: Any) -> tuple[str, str, str]:
+    """The magic, the version and the recipe in what `state_of` wrote. Another state has another
+    magic."""
+    is_bytes = isinstance(state, Tensor) and state.dtype is torch.uint8 and state.dim() == 1
+    text = bytes(state.tolist()).decode(errors="replace") if is_bytes else repr(state)
     magic, _, rest = text.partition(" ")
     version, _, scheme = rest.partition(" ")
+    return magic, version, scheme
+
+
+def check_state(state: Any, recipe: str) -> None:
+    """ValueError unless `state` is what a layer of this recipe, and of this version, wrote."""
+    magic, version, scheme = fields_of(state)
     who = f"{NAMESPACE}: QuantizedLinear"
     if magic != FORMAT:
         raise ValueError(f"{who}: the state is no {FORMAT}, it begins with {magic[:24]!r}")
