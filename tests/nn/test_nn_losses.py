@@ -514,3 +514,22 @@ def test_losses_compile_with_dynamic_lengths():
         want = gnn.linear_kl_div(x, weight, x, teacher, temperature=1.5)
         want = want + gnn.linear_log_probs(x, weight, t, temperature=1.5).sum()
         torch.testing.assert_close(call(x, t), want)
+
+
+@pytest.mark.parametrize("size", (3, 4))
+def test_preference_and_policy_losses_refuse_shapes_that_would_be_broadcast(size):
+    """With B = S even advantages of each token gave a number: the sum over B B S terms."""
+    one = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"dpo_loss: rejected must have shape \[3\], got \[3, 1\]"):
+        gnn.dpo_loss(one, one[:, None], one, one)
+    logs = torch.zeros(3, size)
+    for advantages in (torch.zeros(3, size), torch.zeros(3, 1), torch.zeros(size + 1)):
+        with pytest.raises(ValueError, match=r"log_probs must be \[B, S\] and advantages \[B\]"):
+            gnn.grpo_loss(logs, advantages, torch.ones(3, size), loss_type="bnpo")
+    with pytest.raises(ValueError, match="mask must have shape"):
+        gnn.grpo_loss(logs, one, torch.ones(size), loss_type="bnpo")
+    with pytest.raises(ValueError, match="ref_log_probs must have shape"):
+        gnn.grpo_loss(logs, one, torch.ones(3, size), ref_log_probs=logs[:1], beta=0.1)
+    for top_k in (0, 5):
+        with pytest.raises(ValueError, match="top_k must be 1 to the number of experts 4"):
+            gnn.load_balancing_loss(torch.zeros(3, 4), top_k)

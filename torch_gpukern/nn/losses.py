@@ -89,6 +89,15 @@ def _check_temperature(owner: str, temperature: float) -> None:
         raise ValueError(f"{owner}: temperature must be positive and finite, got {temperature}")
 
 
+def _check_shapes(owner: str, first: Tensor, **others: Tensor | None) -> None:
+    """Other shapes would be broadcast, and the loss be a mean over pairs that do not exist."""
+    for name, t in others.items():
+        if t is not None and t.shape != first.shape:
+            raise ValueError(
+                f"{owner}: {name} must have shape {list(first.shape)}, got {list(t.shape)}"
+            )
+
+
 # ---- preference ----------------------------------------------------------------------------------
 
 
@@ -128,7 +137,7 @@ def dpo_loss(
         ref_chosen, ref_rejected: [B], of the reference.
 
     Raises:
-        ValueError: another loss_type, or label_smoothing outside [0, 0.5).
+        ValueError: another loss_type, label_smoothing outside [0, 0.5), or shapes that differ.
 
     Rafailov et al., "Direct Preference Optimization" (2023), arXiv:2305.18290; Azar et al. (IPO),
     arXiv:2310.12036; Chowdhury et al. (robust), arXiv:2403.00409.
@@ -137,6 +146,9 @@ def dpo_loss(
         raise ValueError(
             f"dpo_loss: label_smoothing must be at least 0 and below 0.5, got {label_smoothing}"
         )
+    _check_shapes(
+        "dpo_loss", chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
+    )
     margin = (chosen - ref_chosen) - (rejected - ref_rejected)
     up, down = F.logsigmoid(beta * margin), F.logsigmoid(-beta * margin)
     if loss_type == "sigmoid":
@@ -241,10 +253,18 @@ def grpo_loss(
             all tokens, ``"dr_grpo"`` the sum over B max_completion_length (S where None).
 
     Raises:
-        ValueError: beta without ref_log_probs, or another loss_type.
+        ValueError: beta without ref_log_probs, another loss_type, or shapes that do not fit.
 
     Shao et al., "DeepSeekMath" (2024), arXiv:2402.03300; Liu et al. (Dr. GRPO), arXiv:2503.20783.
     """
+    if log_probs.dim() != 2 or advantages.shape != log_probs.shape[:1]:
+        raise ValueError(
+            f"grpo_loss: log_probs must be [B, S] and advantages [B], got "
+            f"{list(log_probs.shape)} and {list(advantages.shape)}"
+        )
+    _check_shapes(
+        "grpo_loss", log_probs, mask=mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs
+    )
     # Hidden tokens may hold infinities and NaN: they are masked before exp, whose gradient would
     # multiply them by 0.
     hidden = mask == 0
@@ -292,10 +312,17 @@ def load_balancing_loss(
     Returns:
         [] float32 (float64 for float64). f has no gradient.
 
+    Raises:
+        ValueError: a top_k below 1 or above the number of experts.
+
     Fedus et al. (2021), arXiv:2101.03961.
     """
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
     experts = layers[0].shape[-1]
+    if not 1 <= top_k <= experts:
+        raise ValueError(
+            f"load_balancing_loss: top_k must be 1 to the number of experts {experts}, got {top_k}"
+        )
     wide = stats_dtype(layers[0])
     p = torch.cat([t.reshape(-1, experts).to(wide) for t in layers]).softmax(-1)
     kept = p.new_ones(p.shape[0], 1)
