@@ -14,7 +14,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* ---- what the tests count -------------------------------------------------------------------- */
+/* ---- counters that the tests read ------------------------------------------------------------ */
+/* calls planned; plans that a kernel made; kernels asked for one */
 static _Thread_local int64_t num_plans, num_kernel_plans, num_asked;
 
 void gk_count_calls(gk_call_counts *counts) {
@@ -37,8 +38,9 @@ static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
                    asked, gk_cpu_isas());
 }
 
-/* On AMX machines VDPBF16PS is slow, so the avx512bf16 instances are skipped: a call that AMX
- * does not serve uses avx512. */
+/* Whether an instance compiled for `own` serves calls on the instruction set `isa`. On AMX machines
+ * VDPBF16PS is slow, so the avx512bf16 instances are skipped: a call that AMX does not serve uses
+ * avx512. */
 static bool runs_with_isa(gk_isa own, gk_isa isa) {
     if (isa <= GK_ISA_AVX512BF16) return own <= isa;
     return own == isa || own <= GK_ISA_AVX512;
@@ -71,10 +73,9 @@ static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t
 #ifdef GPUKERN_HAS_CUDA
 #define NO_TABLES "no kernel on CUDA; supported is the CPU"
 #else
-#define NO_TABLES                                                                               \
-    "what a GPU would run is known to a library with CUDA kernels, and this library was built " \
-    "without CUDA kernels: it knows it for gemm alone; run `make build GPUKERN_CUDA=1`, which " \
-    "needs nvcc and no GPU, and ask again"
+#define NO_TABLES                                                                             \
+    "this library was built without CUDA kernels, so it can explain only gemm on a GPU; run " \
+    "`make build GPUKERN_CUDA=1`, which needs nvcc and no GPU, and ask again"
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 
@@ -119,6 +120,8 @@ static bool has_dtype(const gk_cuda_table *table, gk_dtype dtype) {
     return false;
 }
 
+/* The first instance of the first table that serves the call. The second loop only finds the reason
+ * for a refusal: the sizes, if a table has instances of this dtype, otherwise the dtype. */
 gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype,
                                    const void *args, gk_plan *plan) {
     const gk_gpu *gpu = gk_dispatch_gpu(ctx);
@@ -339,8 +342,8 @@ gk_status gk_cuda_arch(const char *arch, int32_t *index) {
 }
 
 #ifdef GPUKERN_HAS_CUDA
-/* Writes the names of all CUDA instances, separated by commas. Returns the length with the final 0.
- * to NULL: only counts. */
+/* Writes the names of all CUDA instances to `to`, separated by commas. If `to` is NULL, it writes
+ * nothing. Returns the bytes of the text with its final 0. */
 static size_t list_cuda_kernels(char *to) {
     size_t length = 0;
     for (int op = 0; op < GK_NUM_OPS; ++op) {

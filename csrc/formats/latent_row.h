@@ -18,7 +18,7 @@ extern "C" {
 #endif
 
 enum {
-    GK_LATENT_DIM = 512, /* latent columns, which are the values as well */
+    GK_LATENT_DIM = 512, /* latent columns; attention's values are these columns, too */
     GK_LATENT_ROPE = 64,
     GK_LATENT_BLOCK = 128, /* columns of a scale */
     GK_LATENT_SCALES_AT = GK_LATENT_DIM,

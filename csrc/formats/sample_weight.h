@@ -89,7 +89,7 @@ GK_SAMPLE_FN int64_t gk_sample_weight(double x, double least, const double *tabl
     return e >= least ? gk_sample_round(e) : 0;
 }
 
-/* A logit after its penalties, for a token that `times` answers have. */
+/* A logit after its penalties. times: how often the answer so far has the token. */
 GK_SAMPLE_FN double gk_sample_penalised(double y, int64_t times, int in_prompt, double presence,
                                         double frequency, double repetition) {
     if (times > 0 || in_prompt) y = y > 0 ? GK_DIV(y, repetition) : GK_MUL(y, repetition);

@@ -5,8 +5,8 @@
  * instructions (GK_ISA amx) and with their emulation (amx_emulated).
  *
  * TDPBSSD takes signed codes on both sides, so b is not flipped and no row needs a correction.
- * Sums wrap modulo 2^32 as in every other instruction set, so the bits are the same. Not served:
- * small M, which reads b once with VPDPBUSD. */
+ * Sums wrap modulo 2^32 as in every other instruction set, so the bits are the same. Small M is
+ * left to the kernel of avx512bf16, which reads b once and in place (GK_SKINNY_ROWS_AMX). */
 #include "../blocks.h"
 #include "../int8.h"
 #include "tiles.h"
@@ -14,11 +14,11 @@
 extern const gk_int8_isa gk_int8_quads_avx512bf16;
 
 /* ---- 1 the product --------------------------------------------------------------------------- */
-/* Rows [i, m) of C. A panel of b stays in the L1 while strips of a pass it. */
-static void strips(int64_t i, int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld,
-                   const uint32_t *b, uint32_t *c, int64_t ldc, bool accumulate) {
+/* Rows [first, m) of C. A panel of b stays in L1 while all strips of a are multiplied by it. */
+static void strips(int64_t first, int64_t m, int64_t n, int64_t cells, const uint32_t *a,
+                   int64_t a_ld, const uint32_t *b, uint32_t *c, int64_t ldc, bool accumulate) {
     for (int64_t j = 0; j < n; j += PANEL)
-        for (int64_t r = i; r < m; r += STRIP)
+        for (int64_t r = first; r < m; r += STRIP)
             register_tile(true, (int)gk_min_i64(STRIP, m - r), n - j > CELLS, cells, a + r * a_ld,
                           a_ld, b + j * cells, PANEL, c + r * ldc + j, ldc, accumulate);
 }
@@ -32,7 +32,7 @@ static void product(int64_t m, int64_t n, int64_t cells, const uint32_t *a, int6
 }
 
 /* ---- 2 packing ------------------------------------------------------------------------------- */
-/* Panels of whole tiles of cells. */
+/* Packs b into panels, padded with zeros to whole tiles of cells. */
 static void pack_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k,
                         int64_t lanes, int64_t k, uint32_t flipped) {
     const gk_int8_isa *quads = &gk_int8_quads_avx512bf16;
@@ -54,6 +54,7 @@ static void pack_rows(uint32_t *dst, int64_t ld, const int8_t *src, int64_t s_ro
     gk_int8_quads_avx512bf16.pack_rows(dst, ld, src, s_row, s_k, rows, k);
 }
 
+/* b is not flipped, so no row of c is too large. */
 static void no_excess(uint32_t *excess, const uint32_t *a, int64_t a_ld, int64_t rows,
                       int64_t cells, bool accumulate) {
     (void)a, (void)a_ld, (void)cells, (void)accumulate;
@@ -97,7 +98,7 @@ bool SYM(gk_tiles_multiply_int8)(void) {
         for (int j = 0; j < 4 * CELLS; ++j) {
             a[i][j] = (int8_t)((37 * i + 11 * j) % 256 - 128);
             b[i][j] = (int8_t)((53 * i + 29 * j) % 256 - 128);
-            /* the smallest operands: the largest sum of four products */
+            /* row 0 of both: the sum of four products is as large as it can be */
             if (i == 0) a[i][j] = b[i][j] = -128;
         }
     for (int i = 0; i < ROWS; ++i)

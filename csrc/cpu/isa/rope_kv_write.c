@@ -20,7 +20,8 @@ enum {
 
 typedef struct job {
     const gk_rope_kv_write_args *a;
-    int64_t heads, each; /* heads of q, k and v together; heads of a task */
+    int64_t heads;      /* of q, k and v together */
+    int64_t task_heads; /* heads of a task */
 } job;
 GK_PLAN_HOLDS(job);
 
@@ -71,15 +72,17 @@ static void rotate_row(float *x, const float *cos, const float *sin, int64_t hal
     }
 }
 
-/* to[i] = saturate(x[i] / scale), or x[i] if scale is NULL. */
+/* to[i step] = saturate(x[i] / scale), or x[i] if scale is NULL. */
 static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, int64_t n,
                       const float *scale) {
     const bool code = gk_is_code(dtype);
-    const float by = scale ? *scale : 1,
-                limit = scale && !code ? (float)gk_type_of(dtype)->largest : INFINITY;
+    const float divisor = scale ? *scale : 1;
+    /* vf_store_code saturates by itself */
+    const float limit = scale && !code ? (float)gk_type_of(dtype)->largest : INFINITY;
     for (int64_t i = 0; i < n; i += W) {
         vf y = vf_load(x + i);
-        if (scale) y = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), y / by)); /* NaN stays NaN */
+        if (scale) /* NaN stays NaN */
+            y = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), y / divisor));
         if (step != 1) {
             float lane[W];
             vf_store(lane, y);
@@ -93,8 +96,9 @@ static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, in
     }
 }
 
-static void to_cache(const float *x, const gk_tensor *cache, const gk_tensor *scale, int64_t h,
-                     int64_t slot) {
+/* Stores row x as head h of a slot of a cache. */
+static void store_in_cache(const float *x, const gk_tensor *cache, const gk_tensor *scale,
+                           int64_t h, int64_t slot) {
     const int64_t page = slot / cache->shape[1], row = slot % cache->shape[1];
     const int64_t at = page * cache->stride[0] + row * cache->stride[1] + h * cache->stride[2];
     const float *by = scale ? (const float *)scale->data : NULL;
@@ -104,14 +108,16 @@ static void to_cache(const float *x, const gk_tensor *cache, const gk_tensor *sc
               cache->dtype, cache->shape[3], by);
 }
 
-static void take_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
+/* Writes one head of one token: a head of q to out_q, a head of k or v to its cache. h counts the
+ * heads of q, then those of k, then those of v. A negative slot writes q alone. */
+static void write_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
     float x[MOST_COLUMNS + 2 * W] __attribute__((aligned(64)));
-    const int64_t heads_q = a->q.shape[1], heads = a->k.shape[1], slot = index_of(&a->slots, t);
+    const int64_t heads_q = a->q.shape[1], heads_kv = a->k.shape[1], slot = index_of(&a->slots, t);
     if (h >= heads_q && slot < 0) return;
-    if (h >= heads_q + heads) {
-        h -= heads_q + heads;
+    if (h >= heads_q + heads_kv) {
+        h -= heads_q + heads_kv;
         load_row(x, row_of(&a->v, t, h), a->v.dtype, a->v.shape[2]);
-        to_cache(x, &a->v_cache, a->v_scale, h, slot);
+        store_in_cache(x, &a->v_cache, a->v_scale, h, slot);
         return;
     }
     const bool of_q = h < heads_q;
@@ -127,15 +133,15 @@ static void take_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
     if (of_q)
         store_row(x, (char *)row_of(&a->out_q, t, h), 1, from->dtype, n, NULL);
     else
-        to_cache(x, &a->k_cache, a->k_scale, h, slot);
+        store_in_cache(x, &a->k_cache, a->k_scale, h, slot);
 }
 
 static void heads_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const job *j = arg;
-    const int64_t end = gk_min_i64((task + 1) * j->each, j->heads);
+    const int64_t end = gk_min_i64((task + 1) * j->task_heads, j->heads);
     for (int64_t t = 0; t < j->a->q.shape[0]; ++t)
-        for (int64_t h = task * j->each; h < end; ++h) take_head(j->a, h, t);
+        for (int64_t h = task * j->task_heads; h < end; ++h) write_head(j->a, h, t);
 }
 
 static bool rope_kv_write_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
@@ -143,8 +149,8 @@ static bool rope_kv_write_plan(const gk_context *ctx, const void *args, gk_plan 
     const gk_rope_kv_write_args *a = args;
     job *j = GK_OWN(job, plan);
     *j = (job){.heads = a->q.shape[1] + 2 * a->k.shape[1]};
-    j->each = rows_per_task(a->q.shape[0] * a->q.shape[2]);
-    plan->tasks = gk_ceil_div(j->heads, j->each);
+    j->task_heads = rows_per_task(a->q.shape[0] * a->q.shape[2]);
+    plan->tasks = gk_ceil_div(j->heads, j->task_heads);
     return true;
 }
 

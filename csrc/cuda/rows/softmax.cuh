@@ -43,7 +43,7 @@ __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t ro
 }
 
 /* ---- 1. forward ------------------------------------------------------------------------------ */
-/* RAGGED: rows have lengths, so that each column is compared with one. FLAT: see row_in. */
+/* RAGGED: each row has its own length, with which columns are compared. FLAT: see row_in. */
 template <class T, int LANES, int ITEMS, int CLUSTER, bool RAGGED, bool FLAT>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
                                   FLAT ? ROW_SM_THREADS / LANES

@@ -27,7 +27,7 @@ template <typename Tile, int THREADS> struct tile_copy {
     static constexpr bool same_chunk = THREADS % Tile::chunks == 0;
     // The distance of its rows from pass to pass.
     static constexpr int rows_apart = THREADS / Tile::chunks;
-    static constexpr bool same_xor = same_chunk && rows_apart % 8 == 0; // all with one swizzle
+    static constexpr bool same_xor = same_chunk && rows_apart % 8 == 0; // all passes swizzle alike
 
     static constexpr GK_HD bool has(int thread, int pass) {
         return total % THREADS == 0 || pass + 1 < passes || thread + pass * THREADS < total;

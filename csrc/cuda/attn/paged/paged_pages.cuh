@@ -23,7 +23,7 @@ template <class T_, int HEAD_DIM_> struct WidePages {
     static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = 16, STEPS = HEAD_DIM / 16;
     static constexpr bool CODES = false;
     static constexpr gk_dtype stored = element<T>::dtype;
-    static constexpr int COLS = 64, PLANES = HEAD_DIM / COLS; /* of a box */
+    static constexpr int COLS = 64, PLANES = HEAD_DIM / COLS; /* of a TMA box */
     static constexpr int COPIES = 1; /* TMA copies that load all columns of some keys */
     typedef smem_tile<KEYS, COLS * 2> Panel;
     static constexpr int tile_bytes = PLANES * Panel::bytes;

@@ -123,8 +123,8 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     return true;
 }
 
-/* Merges the splits; a row of theirs is a token and a head, packed or not. Then it clears the
- * tokens of no sequence. */
+/* Merges the splits. A row of a split is one head of one token, packed or not. Then clears the
+ * tokens that belong to no sequence. */
 template <class T> gk_status finish(const char *op, const gk_context *ctx, const FwdParams &f) {
     const Problem &p = f.problem;
     if (f.splits > 1 && f.split_rows > 0) {

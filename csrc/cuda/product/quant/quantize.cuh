@@ -177,8 +177,8 @@ template <class V> __device__ __forceinline__ uint32_t amax_of(const V (&v)[N]) 
     return most;
 }
 
-/* True if one scale covers at least a row. With one scale for the tensor, either the scale is
- * given or the tensor is one row. */
+/* True if one scale covers at least a row. A scale for the whole tensor reaches these kernels only
+ * if it is given or if the tensor is one row. */
 __device__ __forceinline__ bool by_rows(const Params &p) {
     return p.granularity <= GK_PER_ROW && !p.values;
 }
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, sizeof(T) == 4  ? 1
 static_assert(BLOCK_THREADS == 32 * MOST_WARPS, "max_of_warps");
 
 /* ---- 3. one scale ---------------------------------------------------------------------------- */
-/* Blocks of an SM. */
+/* Resident blocks per SM that the grid is sized for. */
 template <class T, int FORM>
 constexpr int tensor_blocks = sizeof(T) == 4  ? 2
                               : FORM == PLAIN ? 4
