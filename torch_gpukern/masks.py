@@ -102,16 +102,18 @@ class AttnMask:
         else:
             slot = (tile * KEPT + (flag.long() >> 2)).clamp(max=words.shape[2] - 1)
             words = words.take_along_dim(slot[..., None], 2)
+        # the words are in the order of a warpgroup's accumulators (csrc/core/attn_mask.h)
         row, column = torch.meshgrid(*2 * [torch.arange(TILE, device=self.device)], indexing="ij")
         word = 2 * (32 * (row // 16) + 4 * (row % 8) + column % 8 // 2) + row % 16 // 8
         bits = words[..., word] >> (2 * (column // 8) + column % 2) & 1  # [B, H, nk, 128, 128]
         sees = torch.where((kind == 2)[..., None, None], bits.bool(), (kind == 1)[..., None, None])
         if self.store != DENSE:
-            sees = torch.where((kind == 3)[..., None, None], self._made(layout, tile), sees)
+            sees = torch.where((kind == 3)[..., None, None], self._by_ranges(layout, tile), sees)
         return sees.transpose(2, 3).flatten(3)
 
-    def _made(self, layout: Layout, tile: int) -> Tensor:
-        """Whether the queries of a tile see a key by ranges, bool [B, H, nk, 128, 128]."""
+    def _by_ranges(self, layout: Layout, tile: int) -> Tensor:
+        """Whether the queries of a tile see a key according to the stored ranges, bool
+        [B, H, nk, 128, 128]."""
         count = self.seq_q if self.store == RANGES else self.seq_k
         source = self.data[..., layout.source : layout.source + 4 * count].unflatten(2, (count, 4))
         row = torch.arange(tile * TILE, (tile + 1) * TILE, device=self.device)[:, None]
@@ -201,7 +203,7 @@ def _by_head(name: str, argument: str, x: Tensor, dims: int, letters: str) -> Te
     return x[(None,) * (dims - x.dim())]
 
 
-def _made(
+def _built(
     source: str, first: Tensor, seq_q: int, seq_k: int, is_causal: bool = False, **blocks: Any
 ) -> AttnMask:
     for length, x in (("seq_q", seq_q), ("seq_k", seq_k)):
@@ -237,11 +239,11 @@ def attn_mask_of(mask: Tensor, *, seq_k: int | None = None) -> AttnMask:
     if mask.dtype is torch.bool:
         if seq_k is not None:
             raise _fail(name, "seq_k is for bits (uint8): leave it out")
-        return _made("bool", mask.view(torch.uint8), mask.shape[2], mask.shape[3])
+        return _built("bool", mask.view(torch.uint8), mask.shape[2], mask.shape[3])
     if mask.dtype is not torch.uint8:
         what = "; pass it as bias" if mask.dtype.is_floating_point else ""
         raise _fail(name, f"mask must be bool, or uint8 of packed bits, got {mask.dtype}{what}")
-    return _made("bits", mask, mask.shape[2], 8 * mask.shape[3] if seq_k is None else seq_k)
+    return _built("bits", mask, mask.shape[2], 8 * mask.shape[3] if seq_k is None else seq_k)
 
 
 def attn_mask_ranges(ranges: Tensor, seq_k: int) -> AttnMask:
@@ -259,7 +261,7 @@ def attn_mask_ranges(ranges: Tensor, seq_k: int) -> AttnMask:
         ValueError: another dtype or shape.
     """
     ranges = _by_head("attn_mask_ranges", "ranges", ranges, 4, "[B, H, Sq, 2 or 4]")
-    return _made("ranges", ranges, ranges.shape[2], seq_k)
+    return _built("ranges", ranges, ranges.shape[2], seq_k)
 
 
 def attn_mask_columns(rows: Tensor, seq_q: int, *, is_causal: bool) -> AttnMask:
@@ -280,7 +282,7 @@ def attn_mask_columns(rows: Tensor, seq_q: int, *, is_causal: bool) -> AttnMask:
     arXiv:2410.01359.
     """
     rows = _by_head("attn_mask_columns", "rows", rows, 4, "[B, H, Sk, n]")
-    return _made("columns", rows, seq_q, rows.shape[2], is_causal)
+    return _built("columns", rows, seq_q, rows.shape[2], is_causal)
 
 
 def attn_mask_blocks(
@@ -328,15 +330,18 @@ def attn_mask_blocks(
             raise _fail(name, f"mask must be bool, or uint8 of packed bits, got {mask.dtype}")
         is_bits = mask.dtype is torch.uint8
         given["mask"] = mask if is_bits else mask.view(torch.uint8)
-    every = {"first": num, **given}
-    heads = [max(x.shape[i] for x in every.values()) for i in (0, 1)]
-    for argument, x in every.items():
-        if any(size not in (1, most) for size, most in zip(x.shape[:2], heads, strict=True)):
-            argument = "kv_num_blocks" if argument == "first" else argument
+    lists = _expanded(name, {"kv_num_blocks": num, **given})
+    return _built("blocks", lists.pop("kv_num_blocks"), seq_q, seq_k, is_bits=is_bits, **lists)
+
+
+def _expanded(name: str, lists: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors [B|1, H|1, ...], expanded to one number of sequences and of heads."""
+    batch, heads = (max(x.shape[dim] for x in lists.values()) for dim in (0, 1))
+    for argument, x in lists.items():
+        if x.shape[0] not in (1, batch) or x.shape[1] not in (1, heads):
             raise _fail(
                 name,
-                f"{argument} is of {x.shape[0]} sequences and {x.shape[1]} heads, expected 1 or "
-                f"{heads[0]} and 1 or {heads[1]}, as in the other lists",
+                f"{argument} has {x.shape[0]} sequences and {x.shape[1]} heads, expected 1 or "
+                f"{batch} and 1 or {heads}, as the other lists",
             )
-    every = {n: x.expand(*heads, *x.shape[2:]) for n, x in every.items()}
-    return _made("blocks", every.pop("first"), seq_q, seq_k, is_bits=is_bits, **every)
+    return {argument: x.expand(batch, heads, *x.shape[2:]) for argument, x in lists.items()}

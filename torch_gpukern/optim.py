@@ -72,7 +72,7 @@ class AdamW(torch.optim.AdamW):
     ):
         if master_weights and stochastic_rounding:
             raise ValueError(
-                "AdamW: stochastic_rounding has no use beside master_weights; choose one"
+                "AdamW: master_weights and stochastic_rounding exclude each other; choose one"
             )
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
@@ -101,8 +101,8 @@ class AdamW(torch.optim.AdamW):
         for name in _OPTIONS:
             if name in param_group:
                 raise ValueError(
-                    f"AdamW: {name} is of all groups, and a group gave {param_group[name]!r}; "
-                    f"make an optimiser for each value"
+                    f"AdamW: {name} holds for all groups, but a group has {param_group[name]!r}; "
+                    f"make one optimiser for each value"
                 )
         kept = {name: self.defaults.pop(name) for name in _OPTIONS if name in self.defaults}
         try:
@@ -144,8 +144,9 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; the state may be that of torch.optim.AdamW. State that is float32 beside a
         16-bit parameter stays float32."""
-        kept, given = {name: self.defaults[name] for name in _OPTIONS}, []
-        # the last hook sees the state_dict after all other hooks
+        kept = {name: self.defaults[name] for name in _OPTIONS}
+        given: list[dict[str, Any]] = []
+        # hooks run in order, so this one sees the state_dict that the user's hooks have made
         hook = self.register_load_state_dict_pre_hook(lambda _, last: given.append(last))
         try:
             super().load_state_dict(state_dict)
@@ -157,9 +158,9 @@ class AdamW(torch.optim.AdamW):
         ours = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved, ours, strict=True):  # undo torch's cast to the parameter's dtype
             for name in ("master", *_MOMENTS):
-                before = state_dict["state"].get(i, {}).get(name)
-                if before is not None and before.dtype != self.state[p][name].dtype:
-                    self.state[p][name] = before.to(p.device, copy=True)
+                loaded = state_dict["state"].get(i, {}).get(name)
+                if loaded is not None and loaded.dtype != self.state[p][name].dtype:
+                    self.state[p][name] = loaded.to(p.device, copy=True)
             if p in self.state and "exp_avg" in self.state[p]:
                 self._widen(p, self.state[p])
 
@@ -232,55 +233,42 @@ class AdamW(torch.optim.AdamW):
     def _update(
         self, group: dict[str, Any], lists: list, scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
+        """The step of one list of `_lists_of`."""
         params, grads, states = zip(*lists, strict=True)
-        device, lr, (beta1, beta2) = params[0].device, group["lr"], group["betas"]
+        device = params[0].device
 
-        def here(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(device, torch.float32).reshape(())
-
-        def of(name: str) -> list[Tensor]:
+        def state_of(name: str) -> list[Tensor]:
             return [_local(state[name]) for state in states]
 
-        found, steps = here(found_inf), of("step")
-        one = 1 if found is None else (found == 0).float()
-        seed = None
-        if self.defaults["stochastic_rounding"] and params[0].dtype in (
-            torch.bfloat16,
-            torch.float16,
-        ):
-            seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
-        given_lr = isinstance(lr, Tensor)
-        maxima = of("max_exp_avg_sq") if group["amsgrad"] else []
-        masters = of("master") if "master" in states[0] else []
-        written = [[_local(p) for p in params], of("exp_avg"), of("exp_avg_sq"), maxima, masters]
-        given = written
-        # float32 gradients of 16-bit parameters: step in float32, then round once
+        steps = state_of("step")
+        maxima = state_of("max_exp_avg_sq") if group["amsgrad"] else []
+        masters = state_of("master") if "master" in states[0] else []
+        weights = [_local(p) for p in params]
+        stored = [weights, state_of("exp_avg"), state_of("exp_avg_sq"), maxima, masters]
+        passed = stored
         if grads[0].dtype != params[0].dtype:
-            given = [masters or _float(written[0]), *map(_float, written[1:4]), []]
-        torch._foreach_add_(steps, one)
+            # float32 gradients of 16-bit parameters: step in float32, then round once
+            passed = [masters or _float(weights), *map(_float, stored[1:4]), []]
+        found_inf = _scalar(found_inf, device)
+        counted = 1 if found_inf is None else (found_inf == 0).float()  # 0 if the step is skipped
+        torch._foreach_add_(steps, counted)
         try:
             adamw_(
-                given[0],
+                passed[0],
                 list(grads),
-                *given[1:],
+                *passed[1:],
                 steps,
-                lr_tensor=here(lr) if given_lr else None,
-                grad_scale=here(scale),
-                clip=here(self._clip),
-                found_inf=found,
-                seed=seed,
-                lr=0.0 if given_lr else float(lr),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                maximize=group["maximize"],
+                grad_scale=_scalar(scale, device),
+                clip=_scalar(self._clip, device),
+                found_inf=found_inf,
+                seed=self._seed(params[0]),
+                **_numbers(group, device),
             )
         except BaseException:
-            torch._foreach_sub_(steps, one)  # a step that raises is not counted
+            torch._foreach_sub_(steps, counted)  # a step that raises is not counted
             raise
-        if given is not written:
-            for to, made in zip(written[:4], given[:4], strict=True):
+        if passed is not stored:
+            for to, made in zip(stored[:4], passed[:4], strict=True):
                 if to and to is not made:
                     torch._foreach_copy_(to, made)
         if wholes := [p for p in params if hasattr(p, "to_local")]:
@@ -288,9 +276,38 @@ class AdamW(torch.optim.AdamW):
         if masters:
             self._stepped.update((p, _written(p)) for p in params)
 
+    def _seed(self, p: Tensor) -> Tensor | None:
+        """A new seed on p's device if p is rounded at random; it is drawn from torch's generator."""
+        if not self.defaults["stochastic_rounding"] or p.dtype not in (
+            torch.bfloat16,
+            torch.float16,
+        ):
+            return None
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=p.device)
+
+
+def _scalar(x: Tensor | None, device: torch.device) -> Tensor | None:
+    """x as float32 [] on the device."""
+    return None if x is None else x.to(device, torch.float32).reshape(())
+
+
+def _numbers(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The numbers of a parameter group, as arguments of `adamw_`."""
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    given_lr = isinstance(lr, Tensor)
+    return {
+        "lr_tensor": _scalar(lr, device) if given_lr else None,
+        "lr": 0.0 if given_lr else float(lr),
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": group["maximize"],
+    }
+
 
 def _laid_as(p: Tensor, x: Tensor) -> Tensor:
-    """x with p's strides."""
+    """x with p's strides; x itself if it has them."""
     return x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype).copy_(x)
 
 

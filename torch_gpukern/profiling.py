@@ -30,7 +30,7 @@ __all__ = ["nvtx"]
 
 _lock = threading.Lock()
 _active: list["nvtx"] = []  # started and not stopped; the last one's options count
-# .range: whether this thread is inside a range, so that an op that calls its raw op gets only one
+# .range: whether this thread is inside a range. An op may call another one, which then gets none.
 _inside = threading.local()
 
 
@@ -82,17 +82,17 @@ class nvtx:
 # ---- the entry functions of an op ----------------------------------------------------------------
 
 # (id of holder, attribute) -> (holder, function without a range, function with one)
-_ways: dict[tuple[int, str], tuple[Any, Callable, Callable]] = {}
+_entries: dict[tuple[int, str], tuple[Any, Callable, Callable]] = {}
 
 
 def _replace(on: bool) -> None:
-    """Exchanges all entry functions: those of torch.ops, and those that the public functions call
-    directly."""
-    if not _ways:
+    """Puts the functions with a range (`on`) or without one into every holder: torch.ops, and the
+    shortcuts that the public functions call directly."""
+    if not _entries:
         for op in Op.every:
             packet = getattr(ops, op.name)
             holders = [(op, "unguarded"), (op.overload, "_op"), (packet, "_op")]
-            # called instead of the op once the arguments' types have been checked
+            # the function that Python calls instead of the op if a gradient is wanted
             if op.differentiate is not None:
                 holders.append((op, "differentiate"))
             if "out" in packet.overloads():
@@ -102,12 +102,14 @@ def _replace(on: bool) -> None:
                 ranged = _ranged(plain, op.qualified)
                 if holder is packet:  # torch.jit.script finds an op by the function in its packet
                     torch.jit._builtins._register_builtin(ranged, op.qualified)
-                _ways[id(holder), attribute] = holder, plain, ranged
-    for (_, attribute), (holder, plain, ranged) in _ways.items():
+                _entries[id(holder), attribute] = holder, plain, ranged
+    for (_, attribute), (holder, plain, ranged) in _entries.items():
         setattr(holder, attribute, ranged if on else plain)
 
 
 def _ranged(call: Callable, name: str) -> Callable:
+    """`call` inside an NVTX range."""
+
     @functools.wraps(call)
     def ranged(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or getattr(_inside, "range", False):
@@ -124,7 +126,9 @@ def _ranged(call: Callable, name: str) -> Callable:
 
 
 def _title(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
-    if not (_active and _active[-1].shapes):
+    """The text of a range: the op's name and, if wanted, the shapes of its tensors."""
+    last = _active[-1:]  # a copy: another thread may stop the ranges meanwhile
+    if not (last and last[0].shapes):
         return name
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     return " ".join([name, *(str(list(x.shape)) for x in tensors)])

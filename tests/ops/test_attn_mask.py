@@ -292,7 +292,7 @@ REFUSED = (
     (lambda: gk.attn_mask_blocks(NUM, IDX, mask=torch.ones(200, 300), seq_q=200, seq_k=300), ValueError,
      "attn_mask_blocks: mask must be bool, or uint8 of packed bits, got torch.float32"),
     (lambda: gk.attn_mask_blocks(NUM.expand(2, 3, 2), IDX.expand(1, 2, 2, 3), seq_q=200, seq_k=300), ValueError,
-     "attn_mask_blocks: kv_indices is of 1 sequences and 2 heads, expected 1 or 2 and 1 or 3, as in the other lists"),
+     "attn_mask_blocks: kv_indices has 1 sequences and 2 heads, expected 1 or 2 and 1 or 3, as the other lists"),
 )  # fmt: skip
 
 

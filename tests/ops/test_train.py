@@ -343,7 +343,7 @@ def test_options_are_of_all_groups(device):
     walk([one, two], optimiser, 1)
     assert "master" in optimiser.state[two]
     for make in (lambda g: optimiser.add_param_group(g), lambda g: AdamW([g], master_weights=True)):
-        with pytest.raises(ValueError, match="master_weights is of all groups"):
+        with pytest.raises(ValueError, match="master_weights holds for all groups"):
             make({"params": [two], "master_weights": False})
 
 
