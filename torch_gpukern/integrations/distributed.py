@@ -2,23 +2,25 @@
 """Sharding rules of gemm, flash_attn, flash_attn_varlen, their backwards, paged_attn and
 kv_cache_write for DTensor.
 
-There is nothing to call: the first op that is given a DTensor registers them. With them the ops
-stand in tensor-parallel layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule
-says which shards a rank may compute alone:
+There is nothing to call: the first call of an op after torch.distributed.tensor has been imported
+registers the rules. Then the ops work in tensor-parallel layers (`parallelize_module`) and under
+FSDP2 as torch's own ops do. A rule says which shards a rank can compute alone:
 
-- gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, shards of K,
-  whose products are summed afterwards (Partial). One rank then adds bias and c.
-- flash_attn: the batch; heads, only where the shards divide those of q and those of k and v alike.
-- flash_attn_varlen, paged_attn: heads likewise. So a rank decodes with its heads over a cache of
-  its heads.
-- kv_cache_write: heads. A cache is written where it lies: k and v are brought to it, and a cache
-  that is sharded otherwise is refused.
+- gemm: rows of a, columns of b, or a batch dimension. Without an activation also shards of K, whose
+  products are summed afterwards (Partial); one rank then adds bias and c.
+- flash_attn: the batch, or the heads if the number of shards divides both the heads of q and those
+  of k and v.
+- flash_attn_varlen, paged_attn: the heads, under the same condition. So each rank decodes with its
+  heads over a cache of its heads.
+- kv_cache_write: the heads. The caches are not moved: k and v are redistributed to the placement of
+  the caches. Caches that are sharded in another dimension are refused.
 
-With dropout attention has no such shards: what is kept follows from a row's number among all rows.
+Attention with dropout has no rule, because the dropout mask depends on a row's index among all
+rows.
 
-Every other placement is redistributed first, as DTensor does for torch's ops: the result is right
-and the call costs an all-gather. `attn_merge`, `flash_attn_accumulate` and the .out overloads have
-no rule, and DTensor refuses them by name.
+Every other placement is redistributed first, as DTensor does for torch's ops: the result is correct
+and the call costs an all-gather. `attn_merge`, `flash_attn_accumulate`, attention with a mask or a
+bias, and the .out overloads have no rule, and DTensor refuses them by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,21 +35,19 @@ from .._library import ops
 
 __all__ = ["register"]
 
-# Tensor arguments and results by name: their sizes, and the dimension in which each is sharded.
-_Sizes = dict[str, Sequence[int]]
-_Rule = dict[str, Placement]
+_Sizes = dict[str, Sequence[int]]  # the shape of each tensor argument, by name
+_Rule = dict[str, Placement]  # the placement of arguments and results, by name; others: Replicate
 
 
 def register() -> None:
     """Registers the rules with DTensor. The first call that needs them does it."""
     for name, rules in _RULES.items():
         _register(getattr(ops, name).default, rules)
-    DTensor._op_dispatcher._custom_op_handlers[ops.kv_cache_write.default] = (
-        _write_where_the_cache_lies
-    )
+    DTensor._op_dispatcher._custom_op_handlers[ops.kv_cache_write.default] = _write_local_heads
 
 
 def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> None:
+    """Registers the rules of one op. Replicating everything is always allowed as well."""
     arguments, results = op._schema.arguments, [r.name or "out" for r in op._schema.returns]
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
@@ -67,7 +67,7 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
             for i, (name, x) in enumerate(tensors.items())
             if name in _HEADS
         ]
-        if heads:  # with unequal shards a query head would read another head's keys
+        if heads:  # with unequal shards, a query head's keys may be on another rank
             found.strategies = [
                 s
                 for s in found.strategies
@@ -75,9 +75,9 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
             ]
         return found
 
-    # DTensor caches a rule's answer by the tensors' specs and by every argument from a given index
-    # on. The index is that of the first argument that may be no tensor, so that a None is part of
-    # the key: of two optional tensors, either one may be given.
+    # DTensor caches a rule's answer. Its key has the tensors' specs and every argument from a given
+    # index on. That index is the first argument that is not always a tensor, so that the key tells
+    # which optional tensors are None.
     from_here = next(i for i, a in enumerate(arguments) if str(a.type) != "Tensor")
     info = RuntimeSchemaInfo(from_here, None, needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
@@ -96,12 +96,12 @@ def _divides(spec: Any, dim: int, size: int) -> bool:
 
 
 def _gemm(sizes: _Sizes, given: dict) -> list[_Rule]:
-    a, b, c = len(sizes["a"]), len(sizes["b"]), len(sizes.get("c", ()))
+    a, b, c = len(sizes["a"]), len(sizes["b"]), len(sizes.get("c", ()))  # numbers of dimensions
     out = max(a, b)
-    saves = given["activation"] not in ("none", "relu")
+    saves = given["activation"] not in ("none", "relu")  # preact is a result for the backward
 
     def of(dim: int, **operands: Placement) -> _Rule:
-        """Of dimension `dim` of the result, the last being -1."""
+        """The rule for shards of dimension `dim` of the result; the last one is -1."""
         rule = {"out": Shard(out + dim), **operands}
         if saves:
             rule["preact"] = rule["out"]
@@ -139,8 +139,8 @@ _OF_KEYS = ("k", "v", "dk", "dv")
 
 def _heads(sizes: _Sizes, given: dict) -> list[_Rule]:
     if given["dropout_p"] > 0:
-        # The dropout mask depends on a row's index in the whole tensor. Sharded, every rank would
-        # use the same mask.
+        # The dropout mask depends on a row's index in the whole tensor. With shards, every rank
+        # would use the same mask.
         return []
     rule = {name: Shard(1) for name in (*_OF_QUERIES, *_OF_KEYS)}
     if "alibi_slopes" in sizes:
@@ -178,8 +178,8 @@ def _paged_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
     return [rule]
 
 
-def _write_where_the_cache_lies(op: OpOverload, args: tuple, kwargs: dict) -> None:
-    """kv_cache_write: each rank writes the heads that its part of the caches has."""
+def _write_local_heads(op: OpOverload, args: tuple, kwargs: dict) -> None:
+    """kv_cache_write: each rank writes the heads of its own part of the caches."""
     names = [a.name for a in op._schema.arguments]
     given = dict(zip(names, args)) | kwargs
     where = {

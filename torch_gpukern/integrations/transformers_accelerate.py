@@ -84,7 +84,8 @@ def change(
     loss: bool,
     fuse_qkv: bool,
 ) -> None:
-    """All parts, in the order that lets each see what it needs."""
+    """Changes all parts of the model. The order matters: `patch` must see the model's own layers,
+    `quantize` the patched ones, and `_projections` the layers that were not quantised."""
     model = done.model
     _attention(done, model, name)
     _experts(done, model, name, experts, quantise)
@@ -175,7 +176,7 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-# A forward that makes another mask of the one that it is given, or adds it to scores of its own.
+# A line of a forward that changes its attention_mask or adds it to scores.
 _CHANGED = re.compile(
     r"\battention_mask = (?!encoder_attention_mask$)|\battention_mask(\[|\.)|[+&|] attention_mask\b"
     r"|\battention_mask=(?!attention_mask\b|None\b)\w+"
@@ -183,7 +184,8 @@ _CHANGED = re.compile(
 
 
 def _changes_the_mask(model: torch.nn.Module) -> str | None:
-    """The class of an attention that does more with its mask than hand it on."""
+    """The name of an attention class that changes its mask instead of only passing it on; None if
+    there is none. The source of its forward is searched."""
     for kind in {type(m) for m in model.modules() if "Attention" in type(m).__name__}:
         forward = inspect.unwrap(kind.forward)
         if "attention_mask" not in inspect.signature(forward).parameters:
@@ -196,7 +198,7 @@ def _changes_the_mask(model: torch.nn.Module) -> str | None:
             continue
         where = vars(sys.modules[kind.__module__])
         if not any(name.startswith("create_") and "mask" in name for name in where):
-            continue  # its masks are its own matrices
+            continue  # its masks are plain matrices of its own, which it may change
         if any(_CHANGED.search(line.partition("#")[0].rstrip()) for line in source.splitlines()):
             return kind.__name__
     return None
@@ -237,7 +239,7 @@ def _experts(
 
 
 def _projections(done: Accelerated, model: PreTrainedModel) -> None:
-    """q, k and v as one product."""
+    """Joins the projections of q, k and v of each attention into one product."""
     count, left = 0, {}
     for path, module in model.named_modules():
         if not set(qkv.NAMES) <= module._modules.keys():
@@ -258,13 +260,14 @@ def _projections(done: Accelerated, model: PreTrainedModel) -> None:
 # ---- rotary embedding ----------------------------------------------------------------------------
 
 _ROTATION = "apply_rotary_pos_emb"
-# A module's name: its own function, and the accelerated models that call ours in its place.
+# For each module whose function is replaced: the function, and the accelerated models that need
+# the replacement.
 _replaced: dict[str, tuple[Any, WeakSet]] = {}
 
 
 def _rotation(done: Accelerated, model: torch.nn.Module) -> None:
-    """The rotation of a family is a function of its module, which every model of the family calls.
-    It is replaced in the module while one accelerated model lives."""
+    """Replaces the function that rotates q and k. It belongs to the module of a model family, and
+    every model of the family calls it. It stays replaced while an accelerated model lives."""
     modules: dict[str, ModuleType] = {}
     for module in model.modules():
         if "Attention" in type(module).__name__:
@@ -284,7 +287,7 @@ def _rotation(done: Accelerated, model: torch.nn.Module) -> None:
         if not models:
             setattr(where, _ROTATION, _rotated_by(own, *how))
         models.add(model)
-        # Also where the model is freed without `restore`.
+        # the function is also put back if the model is freed without `restore`
         put_back = finalize(model, _put_back, name, where)
         put_back.atexit = False
         done._undo.append(partial(_let_go, models, model, put_back))
@@ -297,12 +300,13 @@ def _let_go(models: WeakSet, model: torch.nn.Module, put_back: Callable[[], obje
 
 
 def _put_back(name: str, where: ModuleType) -> None:
-    """The module's own function again, unless an accelerated model still needs ours."""
+    """Gives the module its own function back, unless an accelerated model still needs ours."""
     if name in _replaced and not list(_replaced[name][1]):  # len counts a model that is dying
         setattr(where, _ROTATION, _replaced.pop(name)[0])
 
 
-# How cos [.., R] of a model repeats the R / 2 angles of a token: the slice that has each angle once.
+# How a model's cos [.., R] holds the R / 2 angles of a token: a pattern of the source that makes
+# it, a name, and a function that returns each angle once.
 _ANGLES = {
     r"torch\.cat\(\((\w+), \1\), dim=-1\)": ("halves", lambda t: t[..., : t.shape[-1] // 2]),
     r"repeat_interleave\(\w+, 2, dim=-1\)": ("pairs", lambda t: t[..., ::2]),
@@ -311,9 +315,10 @@ _ANGLES = {
 
 
 def _kind_of_rotation(own: Any, model: torch.nn.Module) -> tuple[tuple | None, str]:
-    """(the arguments of `_rotated_by`, ""), or (None, why `rope` cannot replace the function). The
-    function is evaluated. How cos repeats its angles is read from the source of the
-    modules that make it."""
+    """(the arguments of `_rotated_by`, ""), or (None, why `rope` cannot replace the function).
+
+    The function is called with random q and k, and its results are compared with those of `rope`.
+    How cos repeats its angles is read from the source of the modules that make cos."""
     if list(inspect.signature(own).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return None, "its arguments are not q, k, cos, sin, unsqueeze_dim"
     makers = {type(m) for m in model.modules() if "Rotary" in type(m).__name__}
@@ -340,6 +345,7 @@ def _kind_of_rotation(own: Any, model: torch.nn.Module) -> tuple[tuple | None, s
 
 
 def _angles_of(kind: type) -> str | None:
+    """The pattern of _ANGLES that the source of a rotary module's forward has."""
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):
@@ -348,7 +354,8 @@ def _angles_of(kind: type) -> str | None:
 
 
 def _rotated_by(own: Any, angles: Callable, interleaved: bool, casts: bool) -> Any:
-    """casts: the result has q's dtype, whatever cos has."""
+    """A replacement for the function `own`: `rope`, or `own` where `rope` does not fit. casts:
+    `own` returns q's dtype, whatever dtype cos has."""
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
         fits = (
