@@ -2,12 +2,13 @@
 """Reads the forward of a transformers causal model: which module gives the hidden states, which is
 the head, and what happens to the logits before the loss. causal_lm.py calls `plan_of`.
 
-The statements are evaluated with symbols in the place of tensors, under what holds where the fused
-loss runs: labels are given, all logits are wanted, the result is no tuple, and no loss of routers
-is asked for. So the way in which a release of transformers writes a step does not matter: a slice
-of all tokens is the hidden states, whether an expression or a function takes it. An expression that
-is none of the symbols below, or that changes one of them in another way, keeps the model's own
-loss, and is named.
+`_Reader` runs the forward's source with symbols (`_Symbol`) instead of tensors. It assumes what
+holds whenever the fused loss runs: labels are given, all logits are wanted, the result is not a
+tuple, and no loss of routers is asked for. So it does not matter how a release of transformers
+writes a step. For example, a slice that keeps all tokens is the hidden states, whether an
+expression or a function takes the slice. If an expression is none of the symbols below, or changes
+one in a way that the fused loss cannot express, the model keeps its own loss. The reason names the
+statement.
 """
 
 import ast
@@ -30,14 +31,15 @@ class Plan(NamedTuple):
     positional: tuple[str, ...]  # arguments of the forward that the base gets by position
     named: tuple[str, ...]  # arguments of the forward that the base gets by name
     rest: bool  # whether the base also gets the forward's **kwargs
-    head: str
+    head: str  # the attribute that is the head
     casts: bool  # whether the hidden states are cast to the dtype of the head's weight
-    rules: tuple[Callable[[Any], dict[str, float]], ...]  # what happens to logits before the loss
-    loss_named: tuple[str, ...]  # of the forward's **kwargs, those that the loss gets one by one
+    # what happens to logits before the loss: from a model to arguments of linear_cross_entropy
+    rules: tuple[Callable[[Any], dict[str, float]], ...]
+    loss_named: tuple[str, ...]  # the names that the forward takes from **kwargs for the loss
     loss_rest: bool  # whether the loss gets all of the forward's **kwargs
     routers: bool  # whether output_router_logits adds a loss
     result: type
-    fields: tuple[str, ...]  # fields of the result that are the base's by the same name
+    fields: tuple[str, ...]  # fields that the result copies from the base's result, by name
 
 
 class _Symbol(NamedTuple):
@@ -45,15 +47,17 @@ class _Symbol(NamedTuple):
 
     argument  an argument of the forward, unchanged: its name
     rest      the forward's **kwargs
-    of_rest   one of them, by kwargs.get: its name
+    of_rest   an entry of **kwargs, by kwargs.get: its name
     labels    the labels
-    keep      logits_to_keep, which is 0
+    keep      logits_to_keep, which is assumed to be 0
     whole     a slice that keeps all tokens
     self      an attribute of the model: its dotted name, "" for the model
     outputs   the result of the base model
-    field     a field of it: its name
-    hidden    the hidden states: the attribute of the model whose dtype they were cast to, or ""
-    logits    the logits: the changes since the head, a tuple
+    field     a field of that result: its name
+    hidden    the hidden states: the attribute whose dtype they were cast to, such as
+              "lm_head.weight.dtype", or ""
+    logits    the logits: a tuple of the changes since the head, each ("times", attribute),
+              ("over", attribute) or ("tanh", "")
     loss      the loss
     None      None
     """
@@ -85,6 +89,9 @@ def plan_of(kind: type) -> tuple[Plan | None, str]:
 
 
 class _Reader:
+    """Runs a forward with symbols. `names` holds its variables, and `found` the fields of a Plan
+    that have been found so far."""
+
     def __init__(self, forward: Any) -> None:
         self.globals = forward.__globals__
         self.found: dict[str, Any] = {"routers": False}
@@ -101,17 +108,17 @@ class _Reader:
     # ---- statements ------------------------------------------------------------------------------
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Whether a statement returned."""
+        """Runs a block. True if one of its statements returned."""
         for statement in statements:
             try:
-                if self._runs(statement):
+                if self._run_statement(statement):
                     return True
-            except _Other as other:
-                # The innermost statement is the one to name.
+            except _Other as other:  # a text means that an inner statement is named already
                 raise other if str(other) else _Other(_first(statement)) from None
         return False
 
-    def _runs(self, statement: ast.stmt) -> bool:
+    def _run_statement(self, statement: ast.stmt) -> bool:
+        """True if the statement returned."""
         match statement:
             case ast.Expr(value=ast.Constant()):
                 return False
@@ -125,16 +132,16 @@ class _Reader:
                 holds = self.truth(test)
                 if holds is not None:
                     return self.run(body if holds else orelse)
-                self._either(test, body, orelse)
+                self._run_undecided(test, body, orelse)
                 return False
             case ast.Return(value=ast.Call() as call):
                 self._result(call)
                 return True
         raise _Other
 
-    def _either(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
-        """A branch that the assumptions do not decide. It must change nothing, but for a softcap
-        that is applied where it is not None."""
+    def _run_undecided(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> None:
+        """Runs an if statement that the assumptions do not decide. Its branches may change nothing,
+        with one exception: `if softcap is not None` may apply this softcap to the logits."""
         if any(isinstance(node, (ast.Call, ast.Await, ast.NamedExpr)) for node in ast.walk(test)):
             raise _Other
         before, found = dict(self.names), dict(self.found)
@@ -155,7 +162,7 @@ class _Reader:
             raise _Other
 
     def _tested(self, test: ast.expr) -> str | None:
-        """The attribute of the model in a test that it is not None."""
+        """For a test `attribute is not None`, the attribute of the model; otherwise None."""
         match test:
             case ast.Compare(left=left, ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
                 symbol = self.value(left)
@@ -163,8 +170,8 @@ class _Reader:
         return None
 
     def _result(self, call: ast.Call) -> None:
-        """The class that is returned, where its fields are loss, logits and those of the base's
-        result by the same names."""
+        """Notes the class that is returned. Its fields must be loss, logits, and fields of the
+        base's result under the same names."""
         if not isinstance(call.func, ast.Name) or call.args:
             raise _Other
         given = {str(field.arg): self.value(field.value) for field in call.keywords}
@@ -184,7 +191,7 @@ class _Reader:
     # ---- conditions ------------------------------------------------------------------------------
 
     def truth(self, test: ast.expr) -> bool | None:
-        """Whether a condition holds under the assumptions; None where they do not say it."""
+        """Whether a condition holds under the assumptions; None if they do not decide it."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 holds = self.truth(operand)
@@ -255,8 +262,8 @@ class _Reader:
         holds = self.truth(expression.test)
         if holds is not None:
             return self.value(expression.body if holds else expression.orelse)
-        # return_dict and the output_* of the config where the argument is None: the base model does
-        # the same with None.
+        # `x if x is not None else self.config.x`, for return_dict and output_*: the base model
+        # replaces None in the same way, so the result is the argument
         argument = self.value(expression.body)
         name = str(argument.what)
         default = _Symbol("self", f"config.{name}")
@@ -302,7 +309,7 @@ class _Reader:
         return found in (torch.tanh, torch.nn.functional.tanh)
 
     def _slice(self, call: ast.Call) -> _Symbol:
-        """slice(-logits_to_keep, None), where logits_to_keep is 0"""
+        """slice(-logits_to_keep, None), which keeps all tokens since logits_to_keep is 0."""
         match call.args:
             case [ast.UnaryOp(op=ast.USub(), operand=first), ast.Constant(value=None)]:
                 if self.value(first).kind == "keep" and not call.keywords:
@@ -310,7 +317,8 @@ class _Reader:
         raise _Other
 
     def _method(self, of: _Symbol, name: str, call: ast.Call) -> _Symbol:
-        """Methods of tensors that leave the loss alone, and kwargs.get."""
+        """Methods of tensors that do not change the loss, casts of the hidden states, and
+        kwargs.get."""
         if of.kind == "logits" and name in ("float", "contiguous") and not call.args:
             return of
         if of.kind == "labels" and name == "to":
@@ -342,7 +350,8 @@ class _Reader:
         raise _Other
 
     def _base(self, name: str, call: ast.Call) -> _Symbol:
-        """Each argument of the base is an argument of the forward by its own name."""
+        """The call of the base model. Each of its arguments must be an argument of the forward
+        with the same name."""
         positional = [self._same(argument) for argument in call.args]
         named = [self._same(k.value, k.arg) for k in call.keywords if k.arg is not None]
         rest = [self.value(k.value).kind for k in call.keywords if k.arg is None]
@@ -357,6 +366,7 @@ class _Reader:
         return _Symbol("outputs")
 
     def _same(self, value: ast.expr, name: str | None = None) -> str:
+        """The name of the forward's argument that `value` is; it must be `name` if that is given."""
         symbol = self.value(value)
         own = "logits_to_keep" if symbol.kind == "keep" else symbol.what
         if symbol.kind not in ("argument", "keep") or (name or own) != own:
@@ -364,6 +374,7 @@ class _Reader:
         return own
 
     def _loss(self, call: ast.Call) -> _Symbol:
+        """The call of the loss function, with logits, labels and the size of the vocabulary."""
         given = dict(zip(("logits", "labels", "vocab_size"), call.args))
         named = {k.arg: k.value for k in call.keywords if k.arg is not None}
         rest = [self.value(k.value).kind for k in call.keywords if k.arg is None]
@@ -391,11 +402,12 @@ class _Reader:
 
 
 def _softcap(attribute: str) -> tuple[tuple[str, str], ...]:
+    """The changes of the logits by a softcap."""
     return ("over", attribute), ("tanh", ""), ("times", attribute)
 
 
 def _rules(changes: tuple[tuple[str, str], ...]) -> tuple[Callable[[Any], dict[str, float]], ...]:
-    """The changes of the logits in `linear_cross_entropy`'s arguments: at most one scale, then at
+    """The changes of the logits as arguments of `linear_cross_entropy`: at most one scale, then at
     most one softcap."""
     rules: list[Callable[[Any], dict[str, float]]] = []
     if len(changes) >= 3 and changes[-3:] == _softcap(changes[-1][1]):
@@ -415,6 +427,7 @@ def _rules(changes: tuple[tuple[str, str], ...]) -> tuple[Callable[[Any], dict[s
 
 
 def _number(model: Any, attribute: str, none: float | None = None) -> float:
+    """The value of a model's attribute; `none` is the value of an attribute that is None."""
     found = attrgetter(attribute)(model)
     found = none if found is None else found
     if not isinstance(found, (int, float)):
@@ -423,4 +436,5 @@ def _number(model: Any, attribute: str, none: float | None = None) -> float:
 
 
 def _first(statement: ast.stmt) -> str:
+    """The beginning of a statement, to name it."""
     return ast.unparse(statement).partition("\n")[0][:60]

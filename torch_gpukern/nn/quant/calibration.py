@@ -40,7 +40,7 @@ def calibrate(
         batches: the model is called as ``model(*batch)`` if batch is a tuple or list, as
             ``model(**batch)`` if it is a mapping, and as ``model(batch)`` otherwise.
         modules: the layers to observe, by name; None: every nn.Linear.
-        show: a progress bar (a line for each batch where tqdm is not installed), on stderr.
+        show: show the progress on stderr, by a bar, or without tqdm by a line for each batch.
 
     Returns:
         A dictionary by name. Layers that were never called are missing.
@@ -50,13 +50,15 @@ def calibrate(
     """
     if modules is None:
         modules = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    sums: dict[str, list[Any]] = {}
+    sums: dict[str, list[Any]] = {}  # name: [amax, sum of squares by column, number of rows]
 
-    def watch(name: str):
+    def observing(name: str):
+        """A hook that adds the input of the layer `name` to its statistics."""
+
         def hook(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             given = args[0] if args else kwargs.get("input")
             if not isinstance(given, Tensor):
-                return  # the layer says what it expects
+                return  # the layer's forward will raise and say what it expects
             x = rows_of(given.detach()).float()
             if not len(x):
                 return
@@ -69,7 +71,8 @@ def calibrate(
         return hook
 
     hooks = [
-        m.register_forward_pre_hook(watch(name), with_kwargs=True) for name, m in modules.items()
+        m.register_forward_pre_hook(observing(name), with_kwargs=True)
+        for name, m in modules.items()
     ]
     modes = {m: m.training for m in model.modules()}
     count = 0

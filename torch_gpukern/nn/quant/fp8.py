@@ -24,13 +24,14 @@ __all__ = ["Fp8Linear"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Scaling = Literal["current", "delayed"]
-HISTORIES = "history_x", "history_weight", "history_grad", "calls"  # buffers of delayed scaling
+# the buffers of delayed scaling: three histories, and the record of calls (`_delayed_scales`)
+HISTORIES = "history_x", "history_weight", "history_grad", "calls"
 CALLS = 256  # forwards of a layer that may wait for their backward under activation checkpointing
 
 
 class GatheredWeight(Tensor):
-    """A weight that FSDP2 has gathered as e4m3 codes (fp8_gather.py). It has the shape and dtype
-    of the weight that the codes stand for, so its gradient has, too. Only Fp8Linear reads it."""
+    """A weight that FSDP2 has gathered as e4m3 codes (fp8_gather.py). Its shape and dtype are those
+    of the original weight, so its gradient has them, too. Only Fp8Linear reads it."""
 
     codes: Tensor
     scale: Tensor
@@ -45,7 +46,7 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         x = args[0]
         if func is torch.ops.aten.detach.default or (
-            # FSDP2 lays what it has gathered out as the weight
+            # FSDP2 views the gathered codes with the weight's shape and strides
             func is torch.ops.aten.as_strided.default
             and (tuple(args[1]), tuple(args[2])) == (tuple(x.shape), (x.shape[1], 1))
         ):
@@ -62,7 +63,7 @@ class GatheredWeight(Tensor):
 def _product(
     x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None
 ):
-    """(the product, then the tensors that backward needs)."""
+    """The forward: the product, then the four tensors that backward needs."""
     a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
     if isinstance(w, GatheredWeight):
         b, scale_b = w.codes, w.scale
@@ -78,16 +79,17 @@ def _product(
     )
 
 
-def _note(ctx: Any, inputs: tuple, kept: tuple) -> None:
+def _save(ctx: Any, inputs: tuple, kept: tuple) -> None:
+    """Saves what backward needs."""
     x, w, bias, _, _, history = inputs
     ctx.save_for_backward(*kept)
     ctx.history = history  # every backward writes it, which a saved tensor forbids
     ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
 
 
-def _keep(ctx: Any, inputs: tuple, results: tuple) -> None:
+def _setup_context(ctx: Any, inputs: tuple, results: tuple) -> None:
     ctx.mark_non_differentiable(*results[1:])
-    _note(ctx, inputs, results[1:])
+    _save(ctx, inputs, results[1:])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any):
@@ -108,7 +110,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any):
         out, *kept = _product(*inputs)
-        _note(ctx, inputs, tuple(kept))
+        _save(ctx, inputs, tuple(kept))
         return out
 
     backward = staticmethod(once_differentiable(_gradients))
@@ -119,18 +121,19 @@ class _Transformable(torch.autograd.Function):
 
     generate_vmap_rule = True
     forward = staticmethod(_product)
-    setup_context = staticmethod(_keep)
+    setup_context = staticmethod(_setup_context)
     backward = staticmethod(_gradients)
 
 
 def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of the largest size in `history`, into which x's own is written for the calls that
-    follow. Where there is none yet, x's own. An infinity or NaN makes this scale NaN, so that the
-    product shows it, and is not remembered. Nothing waits for the device.
+    """The scale for the largest amax in `history`, or for x's amax if the history is empty. x's
+    amax is then written into the history, for later calls. If x has an infinity or NaN, this
+    scale is NaN, so that the product shows it, and the history does not take it. Nothing waits for
+    the device.
     """
-    seen, now, by = _sizes(x, history)
-    _push(history, now)
-    return scale_of(seen, by, dtype)
+    amax, finite, used = _amaxes(x, history)
+    _push(history, finite)
+    return scale_of(amax, used, dtype)
 
 
 def _delayed_scales(
@@ -138,62 +141,70 @@ def _delayed_scales(
 ) -> tuple[Tensor, Tensor]:
     """`delayed_scale` of both operands of one call.
 
-    Activation checkpointing calls forward again inside backward. `calls` [3, CALLS] has x's size of
-    the last calls and the sizes that x and w were scaled by. A second forward finds the first one
-    by x's size, takes its scales, and writes nothing.
+    Activation checkpointing calls forward again inside backward. A column of `calls` [3, CALLS]
+    describes one of the last calls: x's amax, and the amaxes that x and w were scaled by. The
+    second forward finds the first one by x's amax, takes its scales, and writes nothing.
     """
-    seen_x, now_x, by_x = _sizes(x, history_x)
-    seen_w, now_w, by_w = _sizes(w, history_w)
+    amax_x, finite_x, used_x = _amaxes(x, history_x)
+    amax_w, finite_w, used_w = _amaxes(w, history_w)
     if _recomputing():
-        same = calls[0] == now_x.to(calls.dtype)
+        same = calls[0] == finite_x.to(calls.dtype)
         first = calls[1:].index_select(1, same.int().argmax().reshape(1))[:, 0]
-        by_x, by_w = torch.where(same.any(), first.float(), torch.stack([by_x, by_w])).unbind()
+        used = torch.where(same.any(), first.float(), torch.stack([used_x, used_w]))
+        used_x, used_w = used.unbind()
     else:
-        _push(history_x, now_x), _push(history_w, now_w)
-        calls.copy_(torch.cat([torch.stack([now_x, by_x, by_w])[:, None], calls[:, :-1]], 1))
-    return scale_of(seen_x, by_x, E4M3), scale_of(seen_w, by_w, E4M3)
+        _push(history_x, finite_x)
+        _push(history_w, finite_w)
+        call = torch.stack([finite_x, used_x, used_w])[:, None]
+        calls.copy_(torch.cat([call, calls[:, :-1]], 1))
+    return scale_of(amax_x, used_x, E4M3), scale_of(amax_w, used_w, E4M3)
 
 
-def _sizes(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x's largest size; the same, where it is finite, for the history; the size that x is scaled
-    by."""
+def _amaxes(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x's amax; the amax for the history, which is x's if that is finite; the amax to scale by,
+    which is the largest in the history, or x's if the history is empty."""
     x, before = x.detach(), history.amax().float()
-    seen = x.abs().amax().float() if x.numel() else torch.zeros_like(before)
-    now = torch.where(seen.isfinite(), seen, before)
-    return seen, now, torch.where(before > 0, before, now)
+    amax = x.abs().amax().float() if x.numel() else torch.zeros_like(before)
+    finite = torch.where(amax.isfinite(), amax, before)
+    return amax, finite, torch.where(before > 0, before, finite)
 
 
-def _push(history: Tensor, now: Tensor) -> None:
-    history.copy_(torch.cat([now[None], history[:-1]]))
+def _push(history: Tensor, amax: Tensor) -> None:
+    """Puts an amax at the front of a history and drops the oldest one."""
+    history.copy_(torch.cat([amax[None], history[:-1]]))
 
 
-def scale_of(seen: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    most = 448.0 if dtype is E4M3 else 57344.0
-    return torch.where(seen.isfinite(), (by / most).clamp_min(2.0**-126), float("nan"))
+def scale_of(amax: Tensor, used: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale that maps the amax `used` to the largest code; NaN if `amax`, the tensor's own, is
+    not finite."""
+    largest = 448.0 if dtype is E4M3 else 57344.0
+    return torch.where(amax.isfinite(), (used / largest).clamp_min(2.0**-126), float("nan"))
 
 
 def _recomputing() -> bool:
-    """Whether this call runs inside a backward pass. A compiler that checkpoints records the
-    histories' writes once, without help."""
+    """Whether this call runs inside a backward pass, which means that activation checkpointing
+    repeats a forward. Never while compiling: a compiler that checkpoints records the writes of the
+    histories only once."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Fp8Linear(torch.nn.Linear):
-    """`torch.nn.Linear` whose three products are of 8-bit floats: activations and weight e4m3, the
-    gradient e5m2, each with one scale.
+    """`torch.nn.Linear` whose three products take 8-bit floats: activations and weight are e4m3, the
+    gradient is e5m2, and each has one scale.
 
-    Parameters are nn.Linear's, in their own dtype: an optimizer trains them as ever. The result has
+    Parameters are nn.Linear's, in their own dtype, and any optimizer trains them. The result has
     x's dtype.
 
     Args:
-        scaling: ``"current"``: scales come from the tensors themselves. ``"delayed"``: from the
-            largest of the last `history` calls, so that none is read before it is rounded; what is
-            larger than all of these saturates. The histories are buffers (``history_x``,
-            ``history_weight``, ``history_grad``) and part of the state_dict; they move in training
-            alone. Activation checkpointing recomputes with the scales of the first pass and moves
-            no history, unless it stands around a compiled layer. If it calls one layer twice with
-            inputs of the same largest size, both are recomputed with the scales of the second call.
-        history: calls that are remembered.
+        scaling: ``"current"``: a tensor's scale comes from its own largest absolute value (amax).
+            ``"delayed"``: it comes from the largest amax of the last `history` calls, so that a
+            tensor need not be read before it is rounded. Larger values saturate. The histories are
+            buffers (``history_x``, ``history_weight``, ``history_grad``), part of the state_dict,
+            and change in training only. Activation checkpointing recomputes with the scales of the
+            first pass and changes no history, unless it is applied around a compiled layer. If it
+            calls one layer twice with inputs of the same amax, both are recomputed with the scales
+            of the second call.
+        history: the number of calls that are remembered.
 
     Raises:
         ValueError: another scaling, or an x that is not float32, bfloat16 or float16.
@@ -225,7 +236,7 @@ class Fp8Linear(torch.nn.Linear):
             )
         self.scaling = scaling
         if scaling == "delayed":
-            for name in ("history_x", "history_weight", "history_grad"):
+            for name in HISTORIES[:3]:
                 self.register_buffer(
                     name, torch.zeros(history, dtype=torch.float32, device=self.weight.device)
                 )
@@ -233,7 +244,7 @@ class Fp8Linear(torch.nn.Linear):
             self.register_buffer("calls", calls, persistent=False)
 
     def reset_parameters(self) -> None:
-        """As nn.Linear's; the histories are as those of a new layer."""
+        """As nn.Linear's. Also empties the histories."""
         super().reset_parameters()
         for name in HISTORIES:
             if name in self._buffers:  # nn.Linear.__init__ calls this before there are any
