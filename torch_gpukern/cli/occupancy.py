@@ -3,9 +3,8 @@
 limits them. Needs no GPU.
 
 Registers, static shared memory and the launch bound are read from a compiled library with
-cuobjdump. Without one, registers and shared memory come from docs/resources.csv. Dynamic shared
-memory is chosen
-at launch and is in neither: give it with --shared.
+cuobjdump. Without a library, registers and shared memory come from docs/resources.csv. Dynamic
+shared memory is chosen at launch, so neither source has it: give it with --shared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 WARP = 32
 REGISTER_UNIT = 256  # registers are allocated to a warp in multiples of this
-WARP_UNIT = 4  # an SM has four parts with a quarter of the registers each; a warp lies in one
+WARP_UNIT = 4  # an SM has four parts, each with a quarter of the registers; a warp is in one part
 SHARED_UNIT = 128  # bytes; shared memory is allocated in multiples of this
 RESERVED = 1024  # bytes of shared memory that the system reserves in each block
 
@@ -50,9 +49,9 @@ class Occupancy:
     """How many blocks an SM holds.
 
     Attributes:
-        blocks: the least of the limits.
+        blocks: the smallest of the limits.
         warps: the warps of these blocks.
-        of_warps: the warps that the SM can hold.
+        of_warps: the most warps that an SM can hold.
         limits: the blocks that each resource allows.
     """
 
@@ -98,8 +97,8 @@ def occupancy(
     sm, warps = SMS[arch], -(-threads // WARP)
     by_registers = sm.blocks
     if registers:
-        each = sm.registers // _up(registers * WARP, REGISTER_UNIT)
-        by_registers = each // WARP_UNIT * WARP_UNIT // warps
+        most_warps = sm.registers // _up(registers * WARP, REGISTER_UNIT)
+        by_registers = most_warps // WARP_UNIT * WARP_UNIT // warps
     limits = {
         "warps": sm.warps // warps,
         "registers": by_registers,
@@ -172,25 +171,23 @@ def parse_usage(lines: Iterator[str]) -> dict[tuple[str, str], tuple[int, int]]:
 
 def parse_bounds(lines: Iterator[str]) -> dict[str, int]:
     """function -> launch bound in threads, from cuobjdump -elf."""
-    found, name, asked = {}, "", False
+    found, name, expected = {}, "", False  # expected: the next "Value" line is a launch bound
     for line in lines:
         if match := re.match(r"\.nv\.info\.(\S+)", line):
             name = match[1]
         elif "EIATTR_MAX_THREADS" in line:
-            asked = True
-        elif asked and (match := re.match(r"\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", line)):
+            expected = True
+        elif expected and (match := re.match(r"\s+Value:\s+0x(\w+) 0x(\w+) 0x(\w+)", line)):
             x, y, z = (int(part, 16) for part in match.groups())
-            found[name], asked = x * y * z, False
+            found[name], expected = x * y * z, False
     return found
 
 
 def read_library(path: Path, default_arch: str) -> list[Kernel]:
     """The kernels of a compiled library, object or cubin. A cubin does not name its architecture,
     so default_arch stands for it."""
-    usage, bounds = (
-        parse_usage(_dump(path, "--dump-resource-usage")),
-        parse_bounds(_dump(path, "-elf")),
-    )
+    usage = parse_usage(_dump(path, "--dump-resource-usage"))
+    bounds = parse_bounds(_dump(path, "-elf"))
     mangled = [name for _, name in usage]
     names = mangled
     if mangled and shutil.which("c++filt"):

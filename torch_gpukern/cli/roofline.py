@@ -20,6 +20,7 @@ import csv
 import re
 from dataclasses import dataclass
 from html import escape
+from math import log10
 from pathlib import Path
 
 from .. import results
@@ -44,7 +45,7 @@ NOMINAL = {
         "read": 2039.0,
     },
 }
-# The clock in GHz at which the nominal rates hold; it turns counted cycles into a comparable rate.
+# The clock in GHz at which the nominal rates hold. Counted cycles divided by it are a time.
 GHZ = {"NVIDIA H200": 1.83, "NVIDIA H100 80GB HBM3": 1.83, "NVIDIA A100-SXM4-80GB": 1.41}
 # The time of a kernel that does almost nothing: its start and end in a graph (1.1 us) and one busy
 # access to memory (0.9 us), on an H200 and an H100 (learn/patterns.md, graph and occupancy). A call
@@ -77,7 +78,7 @@ class Point:
     bound: str
 
 
-def _of_shape(bench: str, row: dict) -> float | None:
+def _intensity_of_shape(bench: str, row: dict) -> float | None:
     """FLOPs per byte from the row's label; None if the label does not contain the shape."""
     size = ELEM_BYTES[row["dtype"]]
     if bench == "gemm" and (found := _GEMM.fullmatch(row["label"])):
@@ -85,10 +86,10 @@ def _of_shape(bench: str, row: dict) -> float | None:
         return 2.0 * m * n * k / (size * (m * k + k * n + m * n))
     kind, length = _ATTENTION.fullmatch(row["group"]), re.search(r"\bS(\d+)\b", row["label"])
     if bench == "flash_attn" and kind and length:
+        # products of S x S x D, and tensors of S x D that are read or written
         products, tensors = (2, 4) if kind[1] == "forward" else (5, 8)
-        return (
-            products * 2.0 * int(length[1]) / (tensors * size) / (2 if kind[2] == "causal" else 1)
-        )
+        halved = 2 if kind[2] == "causal" else 1
+        return products * 2.0 * int(length[1]) / (tensors * size) / halved
     return None
 
 
@@ -101,7 +102,7 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
     percent, us = row.get("roofline_percent"), row["us"]
     if not percent or row["dtype"] not in peaks or row["dtype"] not in ELEM_BYTES:
         return None
-    of_shape = _of_shape(bench, row)
+    of_shape = _intensity_of_shape(bench, row)
     ridge = peaks[row["dtype"]] / peaks["read"]
     if row["unit"] == "GFLOP/s":
         gflops = row["rate"]
@@ -207,75 +208,99 @@ def draw(device: str, peaks: dict, points: list[Point], path: Path) -> None:
     figure.savefig(path)
 
 
-def html(device: str, peaks: dict, points: list[Point], without: int, source: str) -> str:
-    """A page without scripts or links: the chart as SVG, with rows' names as tooltips, and the
-    table, worst row first."""
-    from math import log10
+# ---- the page ------------------------------------------------------------------------------------
 
-    width, height, margin = 900, 560, 60
-    ceilings = _ceilings(device, peaks, points)
-    x0, x1 = (log10(f(p.intensity for p in points)) + d for f, d in ((min, -0.3), (max, 0.3)))
-    y0 = log10(min(p.gflops for p in points)) - 0.3
-    y1 = log10(max(flops for _, flops, _, _ in ceilings)) + 0.3
+WIDTH, HEIGHT, MARGIN = 900, 560, 60  # of the SVG chart, in pixels
+LEFT, TOP, RIGHT, FLOOR = MARGIN, MARGIN, WIDTH - MARGIN, HEIGHT - MARGIN
 
-    def at(x: float, y: float) -> str:
-        right = margin + (log10(x) - x0) / (x1 - x0) * (width - 2 * margin)
-        return f"{right:.1f},{height - margin - (log10(y) - y0) / (y1 - y0) * (height - 2 * margin):.1f}"
 
-    left, top, right, floor = margin, margin, width - margin, height - margin
+@dataclass(frozen=True)
+class _Axes:
+    """The ranges of both logarithmic axes, as powers of ten."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def at(self, x: float, y: float) -> str:
+        """The place of a value in the SVG, "x,y" in pixels."""
+        right = (log10(x) - self.x0) / (self.x1 - self.x0) * (WIDTH - 2 * MARGIN)
+        up = (log10(y) - self.y0) / (self.y1 - self.y0) * (HEIGHT - 2 * MARGIN)
+        return f"{MARGIN + right:.1f},{HEIGHT - MARGIN - up:.1f}"
+
+
+def _grid(axes: _Axes) -> list[str]:
+    """Both axes with their titles, ticks and grid lines."""
     shapes = []
-    for x, labelled in decades(10**x0, 10**x1):
-        to = at(x, 10**y0).split(",")[0]
+    for x, labelled in decades(10**axes.x0, 10**axes.x1):
+        to = axes.at(x, 10**axes.y0).split(",")[0]
         shapes.append(
-            f'<line x1="{to}" x2="{to}" y1="{top}" y2="{floor}" '
+            f'<line x1="{to}" x2="{to}" y1="{TOP}" y2="{FLOOR}" '
             f'stroke="{"#ccc" if labelled else "#eee"}"/>'
         )
         shapes.append(
-            f'<text x="{to}" y="{floor + 16}" font-size="11" text-anchor="middle">{short(x)}</text>'
+            f'<text x="{to}" y="{FLOOR + 16}" font-size="11" text-anchor="middle">{short(x)}</text>'
         )
-    for y, labelled in decades(10**y0, 10**y1):
-        to = at(10**x0, y).split(",")[1]
+    for y, labelled in decades(10**axes.y0, 10**axes.y1):
+        to = axes.at(10**axes.x0, y).split(",")[1]
         shapes.append(
-            f'<line x1="{left}" x2="{right}" y1="{to}" y2="{to}" '
+            f'<line x1="{LEFT}" x2="{RIGHT}" y1="{to}" y2="{to}" '
             f'stroke="{"#ccc" if labelled else "#eee"}"/>'
         )
         if labelled:
             shapes.append(
-                f'<text x="{left - 6}" y="{float(to) + 4:.1f}" font-size="11" '
+                f'<text x="{LEFT - 6}" y="{float(to) + 4:.1f}" font-size="11" '
                 f'text-anchor="end">{short(y)}</text>'
             )
-    shapes.append(f'<path d="M{left},{top}V{floor}H{right}" fill="none" stroke="#444"/>')
-    across, up = "FLOPs per byte that must move", "GFLOP/s"
+    shapes.append(f'<path d="M{LEFT},{TOP}V{FLOOR}H{RIGHT}" fill="none" stroke="#444"/>')
     shapes.append(
-        f'<text x="{width // 2}" y="{height - 18}" font-size="12" '
-        f'text-anchor="middle">{across}</text>'
+        f'<text x="{WIDTH // 2}" y="{HEIGHT - 18}" font-size="12" '
+        f'text-anchor="middle">FLOPs per byte that must move</text>'
     )
-    middle = height // 2
+    middle = HEIGHT // 2
     shapes.append(
         f'<text x="12" y="{middle}" font-size="12" text-anchor="middle" transform="rotate(-90 12 '
-        f'{middle})">{up}</text>'
+        f'{middle})">GFLOP/s</text>'
     )
+    return shapes
+
+
+def _legend(points: list[Point]) -> list[str]:
+    shapes = []
     for i, bench in enumerate(dict.fromkeys(p.bench for p in points)):
-        box = f'x="{left + 10}" y="{top + 8 + 16 * i}" width="9" height="9"'
+        box = f'x="{LEFT + 10}" y="{TOP + 8 + 16 * i}" width="9" height="9"'
         shapes.append(f'<rect {box} fill="{COLORS.get(bench, "#7f7f7f")}"/>')
         shapes.append(
-            f'<text x="{left + 24}" y="{top + 16 + 16 * i}" font-size="11">{escape(bench)}</text>'
+            f'<text x="{LEFT + 24}" y="{TOP + 16 + 16 * i}" font-size="11">{escape(bench)}</text>'
         )
+    return shapes
+
+
+def _ceiling_lines(ceilings: list[tuple[str, float, float, bool]], axes: _Axes) -> list[str]:
+    shapes = []
     for name, flops, bandwidth, measured in ceilings:
-        ridge = min(max(log10(flops / bandwidth), x0), x1)
-        line = " ".join(at(10**x, min(flops, 10**x * bandwidth)) for x in (x0, ridge, x1))
+        ridge = min(max(log10(flops / bandwidth), axes.x0), axes.x1)
+        ends = (axes.x0, ridge, axes.x1)
+        line = " ".join(axes.at(10**x, min(flops, 10**x * bandwidth)) for x in ends)
         dash = "" if measured else ' stroke-dasharray="4"'
         shapes.append(
             f'<polyline points="{line}" fill="none" '
             f'stroke="#444"{dash}><title>{escape(name)}</title></polyline>'
         )
-        x, y = at(10**x1, min(flops, 10**x1 * bandwidth)).split(",")
+        x, y = axes.at(10**axes.x1, min(flops, 10**axes.x1 * bandwidth)).split(",")
         shapes.append(
             f'<text x="{x}" y="{float(y) - 3:.1f}" font-size="10" '
             f'text-anchor="end">{escape(name)}</text>'
         )
+    return shapes
+
+
+def _circles(points: list[Point], axes: _Axes) -> list[str]:
+    """The points, each with its name as a tooltip."""
+    shapes = []
     for p in points:
-        x, y = at(p.intensity, p.gflops).split(",")
+        x, y = axes.at(p.intensity, p.gflops).split(",")
         text = escape(
             f"{p.bench}, {p.name}: {p.gflops:,.0f} GFLOP/s, {p.percent:.0f} % of its roofline"
         )
@@ -283,15 +308,38 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
         shapes.append(
             f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}"><title>{text}</title></circle>'
         )
+    return shapes
+
+
+def _svg(points: list[Point], ceilings: list[tuple[str, float, float, bool]]) -> str:
+    axes = _Axes(
+        x0=log10(min(p.intensity for p in points)) - 0.3,
+        x1=log10(max(p.intensity for p in points)) + 0.3,
+        y0=log10(min(p.gflops for p in points)) - 0.3,
+        y1=log10(max(flops for _, flops, _, _ in ceilings)) + 0.3,
+    )
+    shapes = _grid(axes) + _legend(points) + _ceiling_lines(ceilings, axes) + _circles(points, axes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'font-family="sans-serif">\n' + "\n".join(shapes) + "\n</svg>\n"
+    )
+
+
+def _html_table(points: list[Point]) -> str:
+    """The points as a table, worst first."""
+    heads = ("bench", "row", "dtype", "FLOPs/byte", "GFLOP/s", "% of roofline", "bound")
     rows = "".join(
         f"<tr><td>{escape(p.bench)}</td><td>{escape(p.name)}</td><td>{p.dtype}</td><td>{p.intensity:,.1f}</td>"
         f"<td>{p.gflops:,.0f}</td><td>{p.percent:.1f}</td><td>{p.bound}</td></tr>\n"
         for p in sorted(points, key=lambda p: p.percent)
     )
-    heads = "".join(
-        f"<th>{h}</th>"
-        for h in ("bench", "row", "dtype", "FLOPs/byte", "GFLOP/s", "% of roofline", "bound")
-    )
+    head = "".join(f"<th>{h}</th>" for h in heads)
+    return f"<table>\n<tr>{head}</tr>\n{rows}</table>\n"
+
+
+def html(device: str, peaks: dict, points: list[Point], without: int, source: str) -> str:
+    """A page without scripts or links: the chart as SVG, with rows' names as tooltips, and the
+    table, worst row first."""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Roofline of '
         f"{escape(device)}</title>\n"
@@ -300,11 +348,13 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
         f"have no FLOPs per byte there. "
         f"Solid ceilings were measured in the same run, dashed ones are nominal. Across: FLOPs "
         f"per byte; up: GFLOP/s.</p>\n"
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'font-family="sans-serif">\n'
-        + "\n".join(shapes)
-        + f"\n</svg>\n<table>\n<tr>{heads}</tr>\n{rows}</table>\n</html>\n"
+        + _svg(points, _ceilings(device, peaks, points))
+        + _html_table(points)
+        + "</html>\n"
     )
+
+
+# ---- counters ------------------------------------------------------------------------------------
 
 
 def _counted_bound(flops: float, read_bytes: float, device: str) -> str:
