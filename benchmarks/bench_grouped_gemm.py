@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""grouped_gemm beside torch's _grouped_mm and _scaled_grouped_mm, if they run, and beside a loop of
-products.
+"""grouped_gemm beside a loop of products, and beside torch's _grouped_mm and _scaled_grouped_mm if
+these run.
 
 python benchmarks/bench_grouped_gemm.py [--quick] [--device cpu|cuda]
 
-On CUDA the shapes are groups of rows from mixture-of-experts layers, with random sizes. Measured
-are the forward, the gradient of the rows (the same with transposed weights), and the gradient of
-the weights (groups of k). 8-bit floats with one scale a row, and with scales of blocks, stand
-beside our own bfloat16 product of the decoded operands. The loop gets the ends of the groups from
-the host.
+On CUDA the shapes are groups of rows from mixture-of-experts layers, with random sizes. Three
+products are measured: the forward, the gradient of the rows (the same with transposed weights), and
+the gradient of the weights (groups of k). Two more have 8-bit floats: with one scale a row, beside
+torch's op, and with scales of blocks, beside our own bfloat16 product of the decoded operands. The
+loop knows the ends of the groups on the host, which spares it a wait.
 """
 
 import itertools
@@ -40,14 +40,15 @@ LAYERS = {
         (8, 8192, 4096, 7168),
     ],
 }
+# shapes of torch's own benchmarks, whose groups have equal sizes
 EVEN = {"cpu": [], "cuda": [(8, 1024, 4096, 7168), (32, 16384, 4096, 2048)]}
-# shapes of torch's own benchmarks, also with even groups
+# 8-bit floats: a layer, and whether its groups have equal sizes
 OF_8_BITS = [
-    (8, 65536, 4096, 7168),
-    (8, 1024, 4096, 7168),
-    (32, 16384, 4096, 2048),
-    (8, 4096, 28672, 4096),
-    (128, 32768, 1536, 2048),
+    ((8, 65536, 4096, 7168), True),
+    ((8, 1024, 4096, 7168), True),
+    ((32, 16384, 4096, 2048), True),
+    ((8, 4096, 28672, 4096), False),
+    ((128, 32768, 1536, 2048), True),
 ]
 MOST_RESULTS = 1 << 27  # elements of the gradient of the rows, at most, to keep the run short
 E4M3 = torch.float8_e4m3fn
@@ -64,16 +65,17 @@ def ends_of(groups: int, rows: int, even: bool) -> list[int]:
     return list(itertools.accumulate(counts))
 
 
-def between(ends: list[int]):
+def spans(ends: list[int]):
+    """(group, (first row, end)) of each group."""
     return enumerate(zip([0, *ends], ends, strict=False))
 
 
 def loop(a, b, ends):
-    return torch.cat([a[lo:hi] @ b[g] for g, (lo, hi) in between(ends)])
+    return torch.cat([a[lo:hi] @ b[g] for g, (lo, hi) in spans(ends)])
 
 
 def loop_of_k(a, b, ends):
-    return torch.stack([a[:, lo:hi] @ b[lo:hi] for _, (lo, hi) in between(ends)])
+    return torch.stack([a[:, lo:hi] @ b[lo:hi] for _, (lo, hi) in spans(ends)])
 
 
 def case(
@@ -125,16 +127,16 @@ def case_of_8_bits(
         )
         w = torch.randn(groups * n, k, device=device)
         b, scale_b = torch_gpukern.quantize(w, E4M3, "128x128" if block else "row")
-        wide = [
-            torch_gpukern.dequantize(*x, dtype=torch.bfloat16)
-            for x in ((a, scale_a), (b, scale_b))
-            if block
-        ]
+        decoded = ()
         if block:
-            wide[1] = wide[1].unflatten(0, (groups, n)).mT
+            a16, b16 = (
+                torch_gpukern.dequantize(*x, dtype=torch.bfloat16)
+                for x in ((a, scale_a), (b, scale_b))
+            )
+            decoded = a16, b16.unflatten(0, (groups, n)).mT
         b, scale_b = b.unflatten(0, (groups, n)).mT, scale_b.unflatten(0, (groups, -1)).mT
         offs = torch.tensor(ends, dtype=torch.int32, device=device)
-        return (a, b, scale_a, scale_b, offs, *wide)
+        return (a, b, scale_a, scale_b, offs, *decoded)
 
     def of_torch(fast):
         return lambda a, b, sa, sb, offs: torch._scaled_grouped_mm(
@@ -184,8 +186,8 @@ def main() -> None:
         for layer in EVEN[device.kind] if kind == "forward" else ():
             run.add(case(kind, *layer, True, device.device))
     for form in ("row", "block") if device.kind == "cuda" else ():
-        for layer in OF_8_BITS:
-            run.add(case_of_8_bits(form, *layer, layer[:2] != (8, 4096), device.device))
+        for layer, even in OF_8_BITS:
+            run.add(case_of_8_bits(form, *layer, even, device.device))
     run.finish({})
 
 

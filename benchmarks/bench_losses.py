@@ -50,13 +50,14 @@ def inputs(size: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> 
 
 
 def log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """With logits in memory."""
+    """The log-probabilities of the targets by torch, with logits in memory; 0 where ignored."""
     logits = (x @ weight.mT).to(torch.promote_types(x.dtype, torch.float32))
     found = logits.log_softmax(-1).gather(-1, target.clamp_min(0)[..., None])[..., 0]
     return found.masked_fill(target == IGNORED, 0.0)
 
 
 def policy(own: Tensor, given: Inputs, old: Tensor, ref: Tensor) -> Tensor:
+    """The GRPO loss of the model's own log-probabilities."""
     mask = given["target"] != IGNORED
     return gnn.grpo_loss(
         own, given["advantages"].to(own.dtype), mask, old_log_probs=old, ref_log_probs=ref,
@@ -71,7 +72,8 @@ def around(own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ours(name: str, g: Inputs, default: bool = True) -> Tensor:
-    """default: low_memory is as it is if it is not given."""
+    """The loss by gpukern. default: low_memory has its default, which is False for kl and True for
+    the others; otherwise it has the other value."""
     x, w, target = g["x"], g["weight"], g["target"]
     how = {"low_memory": default != (name == "kl")}
     if name == "dpo":
@@ -82,6 +84,7 @@ def ours(name: str, g: Inputs, default: bool = True) -> Tensor:
 
 
 def with_logits(name: str, g: Inputs) -> Tensor:
+    """The loss by torch, with logits in memory."""
     x, w, target = g["x"], g["weight"], g["target"]
     if name == "kl":
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -128,6 +131,7 @@ def liger(name: str, compiled: bool) -> Callable[[Inputs], Tensor]:
 
 
 def differentiated(loss: Callable[[Inputs], Tensor], given: Inputs) -> list[Tensor]:
+    """The loss, and the gradients of x and weight."""
     g = dict(given)
     for name in ("x", "weight"):
         g[name] = g[name].detach().requires_grad_()
@@ -136,6 +140,7 @@ def differentiated(loss: Callable[[Inputs], Tensor], given: Inputs) -> list[Tens
 
 
 def exact(name: str, given: Inputs, device: str) -> list[Tensor]:
+    """`differentiated` in float64, or [] if that does not fit."""
     wide = {k: x.double() if x.is_floating_point() else x for k, x in given.items()}
     if device == "cpu" or given["weight"].shape[0] <= 32000:
         return differentiated(lambda g: with_logits(name, g), wide)
@@ -152,45 +157,72 @@ def timed(call: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def contestants(name: str, device: str) -> dict[str, Callable[[Inputs], Tensor]]:
+    """The losses that are compared, by label."""
+    other = "low_memory=True" if name == "kl" else "low_memory=False"
+    found = {
+        "gpukern": lambda g: ours(name, g),
+        "torch, logits": lambda g: with_logits(name, g),
+        f"gpukern, {other}": lambda g: ours(name, g, False),
+    }
+    try:
+        found["liger"] = liger(name, device == "cuda")
+    except ImportError as error:
+        print(f"{name}: without liger: {error}")
+    return found
+
+
+def errors_of(got: list[Tensor], want: list[Tensor]) -> str:
+    """The largest difference over the largest value, of each tensor; "" without a reference."""
+    errors = (((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want))
+    return " ".join(f"{error:.1e}" for error in errors)
+
+
+def peak_gb(call: Callable[[], object], device: str) -> str:
+    """The GB of GPU memory that a call needs beyond the inputs."""
+    if device != "cuda":
+        return ""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.2f}"
+
+
+def alternate(
+    calls: dict[str, Callable[[], object]], device: str, seconds: float
+) -> dict[str, list[float]]:
+    """The times in ms of all calls, which run alternately, at least three times each."""
+    times: dict[str, list[float]] = {label: [] for label in calls}
+    until = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < until or min(map(len, times.values())) < 3:
+        for label, call in calls.items():
+            times[label].append(timed(call, device))
+    return times
+
+
 def measure(name: str, given: Inputs, device: str, seconds: float) -> None:
+    """Measures all contestants of a loss and prints a line of the table for each."""
     with torch.no_grad():
         found = gnn.linear_log_probs(given["x"], given["weight"], given["target"])
     given = given | dict(zip(("old", "ref"), around(found), strict=True))
-    losses = {"gpukern": lambda g: ours(name, g), "torch, logits": lambda g: with_logits(name, g)}
-    other = "low_memory=True" if name == "kl" else "low_memory=False"
-    losses[f"gpukern, {other}"] = lambda g: ours(name, g, False)
-    try:
-        losses["liger"] = liger(name, device == "cuda")
-    except ImportError as error:
-        print(f"{name}: without liger: {error}")
-    want, calls, cells = exact(name, given, device), {}, {}
-    for label, loss in losses.items():
-        call = calls[label] = lambda loss=loss: differentiated(loss, given)
+    want = exact(name, given, device)
+    calls: dict[str, Callable[[], list[Tensor]]] = {}
+    cells: dict[str, list[str]] = {}
+    for label, loss in contestants(name, device).items():
+        call = lambda loss=loss: differentiated(loss, given)  # noqa: E731
         try:
-            got = call()
-            errors = [((a.double() - b).abs().max() / b.abs().max()).item()
-                      for a, b in zip(got, want)]  # fmt: skip
-            del got
-            before = torch.cuda.memory_allocated() if device == "cuda" else 0
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            call()
-            peak = (torch.cuda.max_memory_allocated() - before) / 1e9 if device == "cuda" else 0.0
-            cells[label] = [f"{peak:.2f}" if peak else "", " ".join(f"{e:.1e}" for e in errors)]
+            errors = errors_of(call(), want)
+            cells[label] = [peak_gb(call, device), errors]
+            calls[label] = call
         except RuntimeError as error:  # out of memory, or a compiler that does not take it
             print(f"{name}: {label} left out: {str(error).splitlines()[0][:150]}")
-            del calls[label]
-    times: dict[str, list[float]] = {label: [] for label in calls}
-    until = time.perf_counter() + seconds * len(calls)
-    while time.perf_counter() < until or len(times["gpukern"]) < 3:
-        for label, call in calls.items():
-            times[label].append(timed(call, device))
+    times = alternate(calls, device, seconds)
     base = statistics.median(times["gpukern"])
-    for label, found_times in times.items():
-        low, middle, high = statistics.quantiles(found_times, n=4)
-        ms = f"{middle:.4g} +- {(high - low) / 2:.2g}"
+    for label, ms in times.items():
+        low, middle, high = statistics.quantiles(ms, n=4)
+        spread = f"{middle:.4g} +- {(high - low) / 2:.2g}"
         print(
-            f"| {' | '.join([name, label, ms, f'{middle / base:.2f}', *cells[label]])} |",
+            f"| {' | '.join([name, label, spread, f'{middle / base:.2f}', *cells[label]])} |",
             flush=True,
         )
 
