@@ -130,6 +130,7 @@ def estimate(
     )
     products_ms = 6 * weights * tokens / gpus / (machine.tflops * 1e9)
     pairs = sequences * seq_len * seq_len / (2 if is_causal else 1)
+    # a pair of query and key takes 4 FLOPs a column forward, and 2.5 times that backward
     attention_ms = (
         3.5 * 4 * layers * heads_q * head_dim * pairs / gpus / (machine.attn_tflops * 1e9)
     )
@@ -143,6 +144,8 @@ def estimate(
     data_bytes = 2 * weights / tensor * bytes_each * (data * context - 1) / (data * context)
 
     def ms_left(sent: float, ranks: int, inner: int, beside_ms: float) -> float:
+        """The time of sending these bytes that FLOPs of beside_ms cannot hide. inner: ranks of the
+        kinds of parallelism inside this one."""
         speed = machine.link_gbs if ranks * inner <= machine.node else machine.net_gbs
         took = sent / (speed * 1e6)
         return max(took - hidden_share * min(took, beside_ms), 0.0) if ranks > 1 else 0.0

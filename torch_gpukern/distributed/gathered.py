@@ -2,9 +2,9 @@
 """context_parallel_attn, mode all_gather: every rank gathers K and V and computes attention for its
 own queries.
 
-A run of queries starts as soon as the keys that it sees have arrived. Under a causal mask, a zigzag
-cut gives every rank an early and a late run. The late run's keys arrive while the early run is
-computed.
+A rank has one or two runs of consecutive queries. A run is computed as soon as the keys that it
+sees have arrived. With the zigzag layout and a causal mask, every rank has an early and a late run,
+and the late run's keys arrive while the early run is computed.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from .local import Call, backward, empty_results, forward, forward_into, sum_sin
 from .ranks import Ranks
 from .sequence import Cut
 
-# With fewer bytes of K and V over all ranks, a run waits for all keys and is given all of them. The
-# number of keys decides how short attention splits them, and so its last bits.
+# If K and V of all ranks have fewer bytes, every run waits for all keys and is given all of them.
+# Short attention splits its keys by their number. With the same number as on one rank, the last bits
+# are the same, too.
 _STAGED_BYTES = 8 << 20
 
 
@@ -56,16 +57,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     keys, runs = _Keys(k, v, cut, ranks), _runs(k, v, call, cut, ranks)
-    out, lse = empty_results(q, v) if len(runs) != 1 else (None, None)
-    for rows, start, seen in runs:
-        if len(runs) == 1:
-            found = forward(q[:, :, rows], *keys.before(seen), call, start, q.dtype)
-        else:
+    if len(runs) == 1:
+        [(rows, start, seen)] = runs
+        out, lse = forward(q[:, :, rows], *keys.before(seen), call, start, q.dtype)
+    else:
+        out, lse = empty_results(q, v)
+        for rows, start, seen in runs:
             lse[:, :, rows] = forward_into(
                 out[:, :, rows], q[:, :, rows], *keys.before(seen), call, start
             )
     keys.done()
-    return found if len(runs) == 1 else (out, lse)
+    return out, lse
 
 
 def differentiate(
@@ -81,14 +83,15 @@ def differentiate(
     ranks: Ranks,
 ):
     """(dq, dk, dv, dsinks). A rank's shares of dk and dv are sent to the owners of the tokens."""
-    keys, dq, shares, of_sinks = _Keys(k, v, cut, ranks), torch.empty_like(q), [], None
+    keys, dq = _Keys(k, v, cut, ranks), torch.empty_like(q)
+    shares, dsinks = [], None  # the parts of (dk, dv), and of dsinks, by this rank's queries
     for rows, start, seen in _runs(k, v, call, cut, ranks):
         given = (x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q))
         results = (x[:, :, rows] for x in (out, lse))
         grads = backward(*given, *keys.before(seen), *results, call, start, part=False)
         dq[:, :, rows] = grads[0]
         shares.append(grads[1:3])
-        of_sinks = grads[3] if of_sinks is None or grads[3] is None else of_sinks + grads[3]
+        dsinks = grads[3] if dsinks is None else dsinks + grads[3]
     keys.done()
     sums = [
         _sum_of(parts, x, cut.length, lse.dtype)
@@ -96,12 +99,12 @@ def differentiate(
     ]
     moving = transport.ToOwners(cut, ranks, *sums).send_all(*sums)
     mine = moving.add(*(transport.tokens_of(x, cut, ranks.rank) for x in sums), dtype=k.dtype)
-    return dq, *(x.movedim(0, 2) for x in mine), sum_sinks(of_sinks, call, lse, ranks)
+    return dq, *(x.movedim(0, 2) for x in mine), sum_sinks(dsinks, call, lse, ranks)
 
 
 def _sum_of(shares: Sequence[Tensor], like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """The sum [S, B, Hkv, D] in dtype of gradients [B, Hkv, n, D], each of the first n <= S
-    keys."""
+    """The sum of gradients [B, Hkv, n, D], each for the first n <= S keys, as [S, B, Hkv, D] in
+    dtype."""
     longest = max((x.shape[2] for x in shares), default=0)
     batch, heads, _, dim = like.shape
     total = None

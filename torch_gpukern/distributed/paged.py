@@ -15,7 +15,7 @@ from .symmetric import define_op_of_ranks
 
 __all__ = ["context_parallel_paged_attn"]
 
-_OWN = ("sinks", "k_scale", "v_scale")  # tensors, if given
+_TENSORS_OR_NONE = ("sinks", "k_scale", "v_scale")  # rules whose values ranks do not compare
 
 
 def context_parallel_paged_attn(
@@ -76,6 +76,7 @@ def context_parallel_paged_attn(
 def _fwd(
     q, k_cache, v_cache, block_table, local_seq_lens, cu_seqlens_q, max_seqlen_q, group, **rules
 ):
+    """The op on one rank: its part, the check that all ranks call alike, and the merge."""
     ranks, rules, found = ranks_of(group), Rules(rules), []
     mine = rules if ranks.rank == 0 else rules.but(sinks=None)  # the sinks count once
 
@@ -91,7 +92,9 @@ def _fwd(
             q=q, local_seq_lens=local_seq_lens, cu_seqlens_q=cu_seqlens_q, sinks=rules.sinks
         )
         numbers = {
-            name: x for name, x in rules.items() if not isinstance(x, Tensor) and name not in _OWN
+            name: x
+            for name, x in rules.items()
+            if not isinstance(x, Tensor) and name not in _TENSORS_OR_NONE
         }
         return same | {"heads of the caches": heads, **numbers, "max_seqlen_q": max_seqlen_q}
 
