@@ -5,8 +5,8 @@ function(gk_fail text)
   message(FATAL_ERROR " gpukern: ${text}")
 endfunction()
 
-# Looks for the compiler in a scratch project first, because enable_language() fails with a page of
-# text.
+# Looks for a compiler in a scratch project. Without this check, enable_language() would fail with a
+# page of text.
 macro(gk_require_compiler language name what)
   check_language(${language})
   if(NOT CMAKE_${language}_COMPILER OR (IS_ABSOLUTE "${CMAKE_${language}_COMPILER}" AND
@@ -16,7 +16,7 @@ macro(gk_require_compiler language name what)
 endmacro()
 
 # Removes -Ofast and similar flags from the user's flags, in this project only. NaN, inf and
-# subnormals must keep their meaning. And with these flags, the compiler's start-up code would make
+# subnormals must keep their meaning. With these flags, the compiler's start-up code would also make
 # every thread of a process that loads the library flush subnormals to 0.
 macro(gk_without_fast_math)
   foreach(gk_flags C_FLAGS CXX_FLAGS SHARED_LINKER_FLAGS MODULE_LINKER_FLAGS EXE_LINKER_FLAGS C_FLAGS_RELEASE CXX_FLAGS_RELEASE
@@ -45,16 +45,16 @@ function(gk_c_options target)
   if(target IN_LIST gk_unreached)
     if(GPUKERN_SANITIZE)
       list(APPEND c_options -O0)
-    else() # gcc finds some of its warnings by -O1 and more
+    else() # gcc gives some of its warnings only with -O1 and more
       list(APPEND c_options -O1)
     endif()
   elseif(GPUKERN_CUDA_DRAFT AND target STREQUAL "gk_base")
-    # A fifth of the compiler's time less; a processor of today seldom runs this set. gcc's -O2 does not see that loops over W elements
-    # set them all.
+    # This saves a fifth of the compiler's time, and today's processors seldom run this instruction
+    # set. With -O2, gcc does not see that loops over W elements set all of them.
     list(APPEND c_options -O2 -Wno-maybe-uninitialized)
   elseif(GPUKERN_SANITIZE)
     list(APPEND c_options -DGK_SANITIZED -fsanitize=${GPUKERN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
-    if(CMAKE_C_COMPILER_ID MATCHES "Clang") # an unrolled loop repeats its checks: three times the compiler's time
+    if(CMAKE_C_COMPILER_ID MATCHES "Clang") # unrolled checks would triple the compiler's time
       list(APPEND c_options -Wno-pass-failed "SHELL:-mllvm -pragma-unroll-threshold=1")
     endif()
   endif()
@@ -141,13 +141,15 @@ function(gk_log_ptxas target)
   set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${logged}")
 endfunction()
 
-# The sources that take more than half of the CUDA half's time, the longest first (docs/worklog/build_time.md). ninja starts objects in the
-# order of their list. A long object that starts last would leave the other cores without work.
+# The sources that take more than half of the time of the CUDA build, longest first
+# (docs/worklog/build_time.md). ninja starts objects in the order of their list. A long object that
+# starts last would leave the other cores without work.
 set(gk_cuda_longest gemm_sm90a scaled_gemm_sm90a flash_attn_fwd_sm90a gemm_sm80 scaled_gemm_swapab_sm90a weight_wgmma_4bit_sm90a
     grouped_gemm_sm90a paged_prefill_sm90a flash_attn_fwd_sm80 paged_attn_sm90a quantize gemm_skinny flash_attn_bwd_sm90a
     gemm_swapab_sm90a softmax paged_attn_sm80 norm_bwd grouped_gemm_sm80 flash_attn_bwd_wide_sm90a weight_mma_4bit_sm90a dropout
     flash_attn_bwd_sm80 scaled_gemm_sm80)
 
+# Sorts a list of sources: those of gk_cuda_longest come first.
 function(gk_longest_first list)
   set(first)
   foreach(name IN LISTS gk_cuda_longest)
@@ -160,9 +162,10 @@ function(gk_longest_first list)
   set(${list} ${first} ${rest} PARENT_SCOPE)
 endfunction()
 
-# Makes no machine code of the given sources if their kernels are those that docs/resources.csv lists (cmake/judged.py). nvcc still compiles
-# the host's part and checks the kernels' source, which takes a tenth of the time. A launch of such a kernel fails. The tests of resources
-# read the list of these sources.
+# A draft build makes no machine code for sources whose kernels docs/resources.csv already describes
+# (cmake/judged.py). For them nvcc only compiles the host code and checks the syntax of the kernels,
+# which takes a tenth of the time. A launch of such a kernel fails. The names of these sources are
+# written to cuda_drafts.txt, which the tests of resources read.
 function(gk_draft)
   find_package(Python 3.10 QUIET COMPONENTS Interpreter)
   if(NOT Python_EXECUTABLE)
@@ -183,23 +186,11 @@ function(gk_draft)
   endforeach()
 endfunction()
 
-# Sets gk_with_cuda and gk_cuda_libraries, and appends the CUDA objects to gk_objects.
-macro(gk_add_cuda)
-  if(NOT GPUKERN_CUDA_SM80)
-    set(gk_cuda_flags_80 "-gencode=arch=compute_80,code=[sm_90,compute_80]")
-  endif()
-  file(REMOVE "${CMAKE_CURRENT_BINARY_DIR}/cuda_drafts.txt")
+# Sets gk_with_cuda: whether this build has CUDA kernels. Stops if GPUKERN_CUDA asks for kernels
+# that cannot be built.
+macro(gk_find_cuda)
   set(gk_with_cuda OFF)
-  set(gk_cuda_libraries)
-  set(gk_cuda_runtime)
-  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
   string(TOLOWER "${GPUKERN_CUDA}" cuda_wish)
-  string(REPLACE "," ";" GPUKERN_CUDA_ARCHS "${GPUKERN_CUDA_ARCHS}")
-  foreach(arch IN LISTS GPUKERN_CUDA_ARCHS)
-    if(NOT arch MATCHES "^(80|90a)$")
-      gk_fail("GPUKERN_CUDA_ARCHS has '${arch}'; it takes 80, 90a or both")
-    endif()
-  endforeach()
   if(NOT cuda_wish MATCHES "^(auto|0|off|1|on)$")
     gk_fail("GPUKERN_CUDA is '${GPUKERN_CUDA}'; it takes auto, 0 or 1")
   elseif(NOT cuda_wish MATCHES "^(0|off)$")
@@ -221,6 +212,50 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
       gk_fail("GPUKERN_CUDA=${GPUKERN_CUDA}, but ${cuda_problem}")
     endif()
   endif()
+endmacro()
+
+# Adds the objects of the files in cuda_sources: those for Hopper alone, and the portable ones.
+macro(gk_add_cuda_kernels)
+  set(portable hopper)
+  if("80" IN_LIST GPUKERN_CUDA_ARCHS)
+    set(portable 80)
+  endif()
+  set(portable_sources ${cuda_sources})
+  list(FILTER portable_sources EXCLUDE REGEX "_sm90a\\.cu$")
+  set(hopper_sources ${cuda_sources})
+  list(FILTER hopper_sources INCLUDE REGEX "_sm90a\\.cu$")
+  if(NOT "90a" IN_LIST GPUKERN_CUDA_ARCHS)
+    set(hopper_sources)
+  endif()
+  if(GPUKERN_CUDA_DRAFT)
+    gk_draft(${hopper_sources} ${portable_sources})
+  endif()
+  gk_longest_first(hopper_sources)
+  gk_longest_first(portable_sources)
+  if(hopper_sources)
+    gk_cuda_objects(gk_cuda_90a "${gk_cuda_flags_90a}" ${hopper_sources})
+    gk_log_ptxas(gk_cuda_90a)
+  endif()
+  gk_cuda_objects(gk_cuda_${portable} "${gk_cuda_flags_${portable}}" ${portable_sources})
+endmacro()
+
+# Sets gk_with_cuda, gk_cuda_libraries and gk_cuda_runtime, and appends the CUDA objects to
+# gk_objects.
+macro(gk_add_cuda)
+  if(NOT GPUKERN_CUDA_SM80)
+    set(gk_cuda_flags_80 "-gencode=arch=compute_80,code=[sm_90,compute_80]")
+  endif()
+  file(REMOVE "${CMAKE_CURRENT_BINARY_DIR}/cuda_drafts.txt")
+  set(gk_cuda_libraries)
+  set(gk_cuda_runtime)
+  file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/cuda/*.cu)
+  string(REPLACE "," ";" GPUKERN_CUDA_ARCHS "${GPUKERN_CUDA_ARCHS}")
+  foreach(arch IN LISTS GPUKERN_CUDA_ARCHS)
+    if(NOT arch MATCHES "^(80|90a)$")
+      gk_fail("GPUKERN_CUDA_ARCHS has '${arch}'; it takes 80, 90a or both")
+    endif()
+  endforeach()
+  gk_find_cuda()
   if(gk_with_cuda)
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
@@ -230,27 +265,7 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
     # get a second one.
     set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
     set(gk_cuda_runtime -static-libgcc -Wl,-Bstatic -lstdc++ -Wl,-Bdynamic)
-    set(portable hopper)
-    if("80" IN_LIST GPUKERN_CUDA_ARCHS)
-      set(portable 80)
-    endif()
-    set(portable_sources ${cuda_sources})
-    list(FILTER portable_sources EXCLUDE REGEX "_sm90a\\.cu$")
-    set(own_sources ${cuda_sources})
-    list(FILTER own_sources INCLUDE REGEX "_sm90a\\.cu$")
-    if(NOT "90a" IN_LIST GPUKERN_CUDA_ARCHS)
-      set(own_sources)
-    endif()
-    if(GPUKERN_CUDA_DRAFT)
-      gk_draft(${own_sources} ${portable_sources})
-    endif()
-    gk_longest_first(own_sources)
-    gk_longest_first(portable_sources)
-    if(own_sources)
-      gk_cuda_objects(gk_cuda_90a "${gk_cuda_flags_90a}" ${own_sources})
-      gk_log_ptxas(gk_cuda_90a)
-    endif()
-    gk_cuda_objects(gk_cuda_${portable} "${gk_cuda_flags_${portable}}" ${portable_sources})
+    gk_add_cuda_kernels()
   endif()
 endmacro()
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Makes dist/ what a maintainer uploads: the sdist beside the wheel, checksums and an index page.
+"""Completes dist/, which holds a wheel, to what a maintainer uploads: the sdist, checksums and an
+index page.
 
     make release                                   torch 2.10 and the newest that the registry has
     make release RELEASE_TORCH=2.13.0              one torch of your choice
     python cmake/release.py dist --torch 2.10 newest
 
-For each torch it makes a fresh environment, installs the wheel by the index page, and runs tests of
-the ops there against the installed package. The sdist must hold what git has. Nothing is uploaded.
+For each version of torch it makes a fresh environment, installs the wheel through the index page,
+and runs tests of the ops against the installed package. The sdist must have the same files as git.
+Nothing is uploaded.
 
 dist/simple is an index as PEP 503 describes it:
 
@@ -43,7 +45,7 @@ def run(*command, **options):
 
 
 def make_sdist(dist: Path) -> None:
-    """Of the commit, not of the folder, which may hold files that git does not know."""
+    """Makes the sdist from the commit. The folder may hold files that git does not know."""
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
@@ -68,7 +70,7 @@ def sha256(path: Path) -> str:
 
 
 def requires_python(path: Path) -> str:
-    """What the wheel's metadata asks for."""
+    """The Requires-Python of the wheel's metadata."""
     with zipfile.ZipFile(path) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         return re.search(r"^Requires-Python: (.+)$", archive.read(name).decode(), re.MULTILINE)[1]
@@ -119,21 +121,24 @@ def environment(name: str) -> Path:
 
 
 def check(dist: Path, version: str, tests: list[str]) -> None:
-    """Installs the wheel by the index beside this torch, in a fresh environment, and runs tests."""
+    """Makes a fresh environment with this torch, installs the wheel through the index, and runs
+    tests."""
     python = environment(f"torch-{version}")
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     torch = (
         "torch" if version == "newest" else f"torch=={version}" + ".*" * (version.count(".") < 2)
     )
     run(*pip, torch, "numpy", *pinned("pytest", "pytest-xdist", "hypothesis"))
-    # no other index and no cache, so that what is installed is what lies in dist
+    # no other index and no cache, so that the installed wheel is the one in dist
     index = (dist / "simple").as_uri()
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     alone = {"env": plain | {"PIP_CONFIG_FILE": os.devnull}}
     only = ("--no-deps", "--no-cache-dir", "--only-binary", ":all:")
     run(*pip, *only, "--index-url", index, "gpukern", **alone)
-    said = "import torch, torch_gpukern as g; print('torch', torch.__version__, 'with', g.__file__)"
-    run(python, "-c", said, cwd=WORK)
+    versions = (
+        "import torch, torch_gpukern as g; print('torch', torch.__version__, 'with', g.__file__)"
+    )
+    run(python, "-c", versions, cwd=WORK)
     run(python, "-m", "torch_gpukern", "doctor", cwd=WORK)
     workers = os.environ.get("MAX_JOBS", str(os.cpu_count()))
     spread = ("-n", workers, "--dist", "worksteal")
@@ -141,8 +146,8 @@ def check(dist: Path, version: str, tests: list[str]) -> None:
 
 
 def check_sdist(dist: Path, build: bool) -> None:
-    """It holds what git has. With `build` it also makes a wheel of the files that the wheel has; that
-    one is compiled without CUDA."""
+    """Checks that the sdist has the files that git has. With `build`, also makes a wheel from it,
+    without CUDA, and checks that both wheels have the same files."""
     [archive] = dist.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         held = {m.name.split("/", 1)[1] for m in files.getmembers() if m.isfile()} - {"PKG-INFO"}
@@ -150,7 +155,9 @@ def check_sdist(dist: Path, build: bool) -> None:
         ["git", "ls-files"], check=True, cwd=ROOT, capture_output=True, text=True
     )
     if differ := held ^ set(listed.stdout.splitlines()):
-        raise SystemExit(f"release: the sdist differs from git in {', '.join(sorted(differ))}")
+        raise SystemExit(
+            f"release: the sdist and git differ in {', '.join(sorted(differ))}; commit or remove them"
+        )
     if not build:
         return
     [wheel] = dist.glob("*.whl")
@@ -163,7 +170,9 @@ def check_sdist(dist: Path, build: bool) -> None:
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(made) as theirs:
         names = [{n for n in z.namelist() if not n.endswith("/")} for z in (ours, theirs)]
     if names[0] != names[1]:
-        raise SystemExit(f"release: the sdist makes another wheel: {sorted(names[0] ^ names[1])}")
+        raise SystemExit(
+            f"release: the wheel and the sdist's wheel differ in {sorted(names[0] ^ names[1])}"
+        )
 
 
 def main() -> None:

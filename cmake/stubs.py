@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes the .pyi of a module whose functions return a pair with return_lse=True, which one
-signature cannot say.
+"""Writes the .pyi of a module. Functions with return_lse return a tensor or a pair, depending on its
+value, which one signature cannot say.
 
     python cmake/stubs.py torch_gpukern/ops/flash_attn.py build/stubs/flash_attn.pyi
 
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 PAIR = "Tensor | tuple[Tensor, Tensor]"
-BY_RETURN_LSE = {  # the type of return_lse: whether it may be left out, what the call returns
+# the type of return_lse in an overload: whether the argument may be left out, what the call returns
+BY_RETURN_LSE = {
     "Literal[False]": (True, "Tensor"),
     "Literal[True]": (False, "tuple[Tensor, Tensor]"),
     "bool": (True, PAIR),
@@ -22,6 +23,7 @@ BY_RETURN_LSE = {  # the type of return_lse: whether it may be left out, what th
 
 
 def argument(a: ast.arg, default: ast.expr | None) -> str:
+    """A line of a signature."""
     quoted = isinstance(a.annotation, ast.Constant)  # a type that is imported for annotations alone
     annotation = a.annotation.value if quoted else ast.unparse(a.annotation)
     return f"    {a.arg}: {annotation}{'' if default is None else ' = ...'},\n"
