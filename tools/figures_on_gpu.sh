@@ -6,17 +6,18 @@
 #   OUT=folder tools/figures_on_gpu.sh SECONDS [NAME ...]      all names, in order of value
 #   tools/figures_on_gpu.sh list                               the names, limits and commands
 #
-# A benchmark begins only if its limit fits into what is left of SECONDS, since one that is cut off
-# stores nothing (its rows are in its log). Peers join if they import: FlashAttention-3 and 4,
-# FlashInfer, FlashMLA, quack, Liger. Nothing else may run on the GPU meanwhile.
+# A benchmark begins only if its limit fits into the rest of SECONDS, because a benchmark that is cut
+# off stores nothing (its rows are in its log). Peers take part if they can be imported:
+# FlashAttention-3 and 4, FlashInfer, FlashMLA, quack, Liger. Nothing else may run on the GPU
+# meanwhile.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
-# name, seconds, arguments. Limits are twice what the same rows took before. Those of the last five
-# names are guesses, and those where peers compile: FlashAttention-4 and quack take 3 to 10 s for
-# each kernel that they meet first.
+# name, seconds, arguments. A limit is twice the time that the same rows took before. The limits of
+# the last five names are guesses, and so are those of benchmarks whose peers compile:
+# FlashAttention-4 and quack take 3 to 10 s for each new kernel.
 table() {
     cat <<'END'
 attn 330 bench_flash_attn.py --quick --compiled some

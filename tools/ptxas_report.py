@@ -5,17 +5,17 @@ instructions of the hot loop.
     python tools/ptxas_report.py LIBRARY > docs/resources.csv
 
 Reads a built library or object with cuobjdump (PyPI: nvidia-cuda-cuobjdump). nvdisasm
-(nvidia-cuda-nvdisasm) is used only for kernels with an opcode that NAMES lacks. Needs neither nvcc
-nor a GPU. Prints one line per kernel, sorted by name:
+(nvidia-cuda-nvdisasm) is needed only for kernels with an opcode that NAMES lacks. Needs neither
+nvcc nor a GPU. Prints one line per kernel, sorted by name:
 
     kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count
     for each opcode of interest in the hot loop. TMA, setmaxnreg (UTMALDG .. USETMAXREG) and local
     memory (LDL, STL) are counted in the whole kernel.
 
-The hot loop is the innermost loop with the most matrix instructions, or without any the one with
-the most FFMA, or else the longest. If a kernel has wgmma, it is the shortest loop with the most of
-them, innermost or not, because a wait for a barrier is a loop inside it. The same holds if mma.sync
-occurs only around the innermost loops.
+The hot loop is the innermost loop with the most matrix instructions. If no loop has any, it is the
+one with the most FFMA, and otherwise the longest. If a kernel has wgmma, the hot loop is the
+shortest of the loops with the most wgmma, innermost or not, because a wait for a barrier is a loop
+inside it. The same holds if mma.sync occurs only around the innermost loops.
 """
 
 import argparse
@@ -65,19 +65,37 @@ FIELDS = (
 )
 
 
-def program(name: str) -> str:
-    """The path of cuobjdump or nvdisasm in this environment, otherwise on PATH."""
+def find_program(name: str) -> Path | None:
+    """cuobjdump or nvdisasm in this environment, otherwise on PATH; None if it is in neither."""
     own = Path(sysconfig.get_path("purelib")) / "nvidia"
-    found = sorted(own.glob(f"*/bin/{name}")) or [shutil.which(name)]
-    if not found[0]:
-        sys.exit(f"ptxas_report: {name} was not found; pip install nvidia-{'cuda-' + name}")
-    return str(found[-1])
+    if found := sorted(own.glob(f"*/bin/{name}")):
+        return found[-1]
+    on_path = shutil.which(name)
+    return None if on_path is None else Path(on_path)
+
+
+def program(name: str) -> str:
+    """The path of cuobjdump or nvdisasm; exits if it is not installed."""
+    found = find_program(name)
+    if found is None:
+        sys.exit(f"ptxas_report: {name} was not found; pip install nvidia-cuda-{name}")
+    return str(found)
 
 
 def _environment() -> dict[str, str]:
-    return {
-        "PATH": f"{Path(program('nvdisasm')).parent}:{Path(program('cuobjdump')).parent}:/usr/bin:/bin"
-    }
+    """A PATH with both programs: cuobjdump -sass, which tools/same_sass.py uses, calls nvdisasm.
+    The report itself does not need nvdisasm."""
+    found = (find_program(name) for name in ("nvdisasm", "cuobjdump"))
+    folders = [str(path.parent) for path in found if path is not None]
+    return {"PATH": ":".join([*folders, "/usr/bin", "/bin"])}
+
+
+NO_DEVICE_CODE = 255  # cuobjdump's exit status for a file that it can read and that has no kernels
+
+
+def _stop_unless_read(status: int, library: str | Path) -> None:
+    if status not in (0, NO_DEVICE_CODE):
+        sys.exit(f"ptxas_report: cuobjdump cannot read {library}; name a built library or object")
 
 
 def dump(library: str, *options: str) -> Iterator[str]:
@@ -88,19 +106,20 @@ def dump(library: str, *options: str) -> Iterator[str]:
         command, stdout=subprocess.PIPE, stderr=quiet, text=True, env=_environment()
     ) as running:
         yield from running.stdout
+    _stop_unless_read(running.returncode, library)
 
 
 @contextlib.contextmanager
 def cubins(library: str | Path, *archs: str) -> Iterator[list[Path]]:
     """The machine code of these architectures: a cubin for each source file that has some."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
+        extracted = subprocess.run(
             [program("cuobjdump"), "-xelf", "all", Path(library).resolve()],
             cwd=folder,
-            env=_environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        _stop_unless_read(extracted.returncode, library)
         yield [
             x for x in sorted(Path(folder).glob("*.cubin")) if x.suffixes[-2].lstrip(".") in archs
         ]
@@ -113,9 +132,7 @@ def disassembly(cubin: Path) -> Iterator[tuple[str, list[tuple[int, str, str, in
     It uses nvdisasm, because cuobjdump also prints every instruction's bits, four times the text. A
     whole library takes a minute and a half."""
     command = [program("nvdisasm"), "-c", cubin]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=_environment()
-    ) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         yield from _kernels(running.stdout)
 
 
@@ -207,6 +224,7 @@ def decoded_kernels(cubin: bytes) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def decoded(code: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """The opcodes of a kernel's code, and for each the index of a branch's target or -1."""
     low, high = np.frombuffer(code, "<u8").reshape(-1, 2).T
     numbers = (low & np.uint64(0x1FF)).astype(np.int64)
     if unknown := set(np.unique(numbers).tolist()) - set(NAMES):
@@ -242,6 +260,7 @@ def _short(name: str) -> str:
 
 
 def resources(library: str, archs: list[str]) -> dict[str, dict]:
+    """Mangled name -> the columns of a kernel that cuobjdump prints."""
     found, here = {}, False
     for line in dump(library, "--dump-resource-usage"):
         if match := re.match(r"arch = (\w+)", line):
@@ -328,7 +347,7 @@ def instructions(cubin: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def report(library: str) -> list[dict]:
-    """Each kernel once: none is built for both."""
+    """The rows of all kernels, sorted. No kernel is compiled for both architectures."""
     rows, bodies = resources(library, ["sm_90", "sm_90a"]), loops(library)
     for name, row in rows.items():
         body, whole = bodies.get(name, (collections.Counter(), collections.Counter()))
@@ -341,9 +360,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library")
     args = parser.parse_args()
+    rows = report(args.library)  # first, so that an error prints no table
     writer = csv.DictWriter(sys.stdout, FIELDS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(report(args.library))
+    writer.writerows(rows)
     return 0
 
 

@@ -399,6 +399,18 @@ def test_opcodes_and_branches_are_those_that_nvdisasm_prints(disassembled):
     assert compared > (10_000 if drafts() else 50_000)
 
 
+@pytest.mark.parametrize("content", (None, "no library"))
+def test_a_file_that_cannot_be_read_makes_no_empty_table(tmp_path, content):
+    """docs/resources.csv is the output, so an error must not look like a library without kernels."""
+    library = tmp_path / "lib.so"
+    if content is not None:
+        library.write_text(content)
+    command = [sys.executable, ROOT / "tools" / "ptxas_report.py", library]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout == ""
+    assert done.stderr.startswith(f"ptxas_report: cuobjdump cannot read {library}")
+
+
 def test_an_opcode_without_a_name_is_left_to_nvdisasm():
     names = set(ptxas_report.NAMES.values())
     assert names.issuperset(ptxas_report.OPCODES)
