@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cases of attention, dense and paged: arguments beside q, k and v, PyTorch's own ops in the same
-dtype as yardsticks, sums in other orders, and paged caches with their dense keys.
+"""Cases of attention, dense and paged.
+
+- `modifiers`, `paged_modifiers`: the arguments beside q, k and v, by name.
+- `torch_attn`, `lse_yardsticks`, `flash_gradients`, `reordered`: results whose errors are those to
+  expect in a dtype, from PyTorch's own ops and from sums in other orders.
+- `Paged`, `check_paged`: a paged cache with its dense keys, and the check of paged_attn.
 """
 
 import copy
@@ -30,8 +34,8 @@ from conftest import (
 
 
 def kv_bounds(batch, seq_k, gen):
-    """kv_start, kv_end int32 [batch]: whole, empty, reversed and clamped ranges among random
-    ones."""
+    """kv_start, kv_end int32 [batch]: random ranges, some of which begin before the first key or
+    end after the last one. The second sequence's end lies before its start."""
     start = torch.randint(-3, max(seq_k // 2, 1), (batch,), generator=gen)
     end = torch.randint(max(seq_k // 2, 1), seq_k + 5, (batch,), generator=gen)
     if batch > 1:
@@ -40,17 +44,18 @@ def kv_bounds(batch, seq_k, gen):
 
 
 def q_starts(batch, seq_q, seq_k):
-    """q_start int32 [batch], in turn: the last query at the last key, half of the queries before
-    the first key, all queries at the end or beyond, all queries among the keys.
+    """q_start int32 [batch], the key index of each sequence's first query. Five values repeat: the
+    last query at the last key, half of the queries before the first key, the first query at the
+    last key, all queries in the middle of the keys, all queries beyond the keys.
     """
-    stands = torch.tensor(
+    starts = torch.tensor(
         [seq_k - seq_q, -seq_q // 2, seq_k - 1, (seq_k - seq_q) // 2, seq_k + 3], dtype=torch.int32
     )
-    return stands.repeat(-(-batch // 5))[:batch]
+    return starts.repeat(-(-batch // 5))[:batch]
 
 
 def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, device="cpu"):
-    """The arguments of flash_attn beyond q, k, v for each of MODIFIERS."""
+    """The arguments of flash_attn beyond q, k, v for a name of MODIFIERS or MORE_MODIFIERS."""
     extra = torch.float64 if dtype == torch.float64 else torch.float32
     slopes = torch.rand(heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
     slopes_b = torch.rand(batch, heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
@@ -58,7 +63,7 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
     sinks_inf = sinks.clone()
     sinks_inf[::2] = -math.inf
     start, end = (t.to(device) for t in kv_bounds(batch, seq_k, gen))
-    stands = q_starts(batch, seq_q, seq_k).to(device)
+    first = q_starts(batch, seq_q, seq_k).to(device)
     return {
         "none": {},
         "causal": dict(is_causal=True),
@@ -80,11 +85,11 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
         "sinks": dict(sinks=sinks),
         "sinks_off": dict(sinks=sinks_inf),
         "sinks_own": dict(sinks=sinks.to(dtype), is_causal=True, diagonal=seq_k - seq_q),
-        "q_start": dict(is_causal=True, q_start=stands),
-        "q_start_window": dict(window_left=9, window_right=4, q_start=stands, alibi_slopes=slopes),
+        "q_start": dict(is_causal=True, q_start=first),
+        "q_start_window": dict(window_left=9, window_right=4, q_start=first, alibi_slopes=slopes),
         "q_start_all": dict(
             is_causal=True,
-            q_start=stands,
+            q_start=first,
             window_left=40,
             softcap=3.0,
             alibi_slopes=slopes_b,
@@ -274,12 +279,11 @@ def flash_gradients(
     dropout_p=0.0,
     **span,
 ):
-    """(dq, dk, dv, dsinks) in PyTorch's ops, computed as in every flash attention, including
-    SDPA's.
+    """(dq, dk, dv, dsinks) by PyTorch's ops, with the roundings of flash attention.
 
     P is recomputed from lse, and the row sums of P * dP come from the rounded out. P and dS are
-    rounded to q's dtype before the products. With a peak, out is also computed from weights in q's
-    dtype, relative to a maximum that is larger by `peak`, as in SDPA's CUDA kernels.
+    rounded to q's dtype before the products. If `peak` is given, out is computed as SDPA's CUDA
+    kernels do: from weights in q's dtype, relative to the row's maximum plus `peak`.
     """
     rules = dict(scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, **span)
     dropped = 1.0 if kept is None else kept / (1 - dropout_p)
@@ -293,10 +297,10 @@ def flash_gradients(
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     score = scale * (x @ y.mT)
-    bent = torch.ones_like(score)
+    slope = torch.ones_like(score)  # the derivative of the softcap
     if softcap > 0:
         t = torch.tanh(score / softcap)
-        score, bent = softcap * t, 1 - t * t
+        score, slope = softcap * t, 1 - t * t
     if alibi_slopes is not None:
         i = stands_at(q.shape[2], span.get("diagonal", 0), span.get("q_start"))
         score = score - alibi_slopes[..., None, None] * (i - torch.arange(k.shape[2])).abs()
@@ -314,7 +318,7 @@ def flash_gradients(
     delta = (grad * out.float()).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse.float()
-    ds = (p * (grad @ z.mT * dropped - delta[..., None]) * bent).to(q.dtype).float()
+    ds = (p * (grad @ z.mT * dropped - delta[..., None]) * slope).to(q.dtype).float()
     dq = scale * (ds @ y)
     dk, dv = scale * (ds.mT @ x), (p * dropped).to(q.dtype).float().mT @ grad
     dk, dv = (g.unflatten(1, (k.shape[1], group)).sum(2).to(q.dtype) for g in (dk, dv))
@@ -329,9 +333,9 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
     """reference.flash_attn in the yardstick's dtype with sums in several orders, which shows the
     errors to expect in that dtype.
 
-    Gives [out, lse] for each order, lazily; with grad_out [out, lse, dq, dk, dv, dsinks], by
-    autograd and by flash_gradients. Permuting a head_dim, or queries and keys together, changes only the order
-    of sums.
+    For each order it gives [out, lse], lazily. With grad_out it gives [out, lse, dq, dk, dv, dsinks]
+    twice, by autograd and by flash_gradients. Permuting a head_dim, or queries and keys together,
+    changes only the order of sums.
     """
     rounds_weights = q.is_cuda and q.dtype in HALF
     q, k, v, kwargs, grad_out, grad_lse = on_cpu((q, k, v, kwargs, grad_out, grad_lse))
@@ -342,7 +346,7 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
 
 
 def _reordered(q, k, v, kwargs, grad_out, grad_lse, gen, rounds_weights):
-    given = 0
+    runs = 0  # flash_gradients gets another peak in each run
     for flip, shuffle in itertools.product((False, True), repeat=2):
         args = {"scale": None, **for_dtype(kwargs, q.dtype)}
         leaves, back, back_v = [q, k, v], slice(None), slice(None)
@@ -380,10 +384,10 @@ def _reordered(q, k, v, kwargs, grad_out, grad_lse, gen, rounds_weights):
         autograd = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
         autograd.append(None if sinks is None else sinks.grad)
         with torch.no_grad():
-            peak = 0.25 * given if rounds_weights else None
+            peak = 0.25 * runs if rounds_weights else None
             flash = flash_gradients(*leaves, *grads, sinks, **args, peak=peak)
         for found in (autograd, flash):
-            given += 1
+            runs += 1
             yield values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)]
 
 
@@ -440,7 +444,7 @@ def for_dtype(kwargs, dtype):
 
 
 def paged_modifiers(name, batch, heads, gen, dtype, device):
-    """The arguments of paged_attn beyond its five tensors. heads: of q, of the cache."""
+    """The arguments of paged_attn beyond its five tensors. heads: (of q, of the cache)."""
     extra = logit_dtype(dtype)
     heads_q, heads_kv = heads
     slopes = torch.rand(heads_q, generator=gen, dtype=torch.float64).to(extra).to(device)
@@ -448,7 +452,7 @@ def paged_modifiers(name, batch, heads, gen, dtype, device):
     sinks = randn(gen, heads_q, dtype=extra, device=device)
     off = sinks.clone()
     off[::2] = -math.inf
-    # past some sequences' ends
+    # some sequences end before their start
     start = torch.tensor([3, 40, -2, 0, 70, 2], dtype=torch.int32, device=device)[:batch]
     k_scale, v_scale = (
         torch.rand(heads_kv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2)
@@ -522,13 +526,13 @@ class Paged:
         spare = 3
         total = sum(pages) + spare
         width = max([*pages, 1]) + 1
-        shuffled = torch.randperm(total, generator=gen)[: sum(pages)].tolist()
+        free_pages = torch.randperm(total, generator=gen)[: sum(pages)].tolist()
         self.k_cache = torch.full((total, block_size, heads_kv, head_dim), math.nan, dtype=dtype)
         self.v_cache = torch.full((total, block_size, heads_kv, head_dim_v), math.nan, dtype=dtype)
         self.block_table = torch.full((len(lengths), width), garbage, dtype=torch.int32)
         self.keys, self.values = [], []
         for b, n in enumerate(lengths):
-            mine = [shuffled.pop() for _ in range(pages[b])]
+            mine = [free_pages.pop() for _ in range(pages[b])]
             self.block_table[b, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
             k = randn(gen, n, heads_kv, head_dim, dtype=dtype)
             v = randn(gen, n, heads_kv, head_dim_v, dtype=dtype)

@@ -10,7 +10,7 @@ result depends on the order of additions, on MKL's code path or on the vector wi
   routines of matrix multiplication", 2012);
 - a sum keeps the rounding of every addition (Knuth's two-sum) in a tree.
 
-Both are as accurate as 63 bits or more. (A long double has that only on x86.) Gradients of any
+Both are as accurate as 63 bits or more. (A long double has as many only on x86.) Gradients of any
 order use the same functions.
 """
 
@@ -50,8 +50,8 @@ def _exponent(x):
 
 
 def _slices(x, exponent, bits, dim, largest_last):
-    """x as a sum of slices, which lie one behind the other along dim. Slice i, from 1 for the
-    largest one, is a multiple of 2^(exponent - bits i)."""
+    """x as a sum of slices, concatenated along dim. Slice i is a multiple of 2^(exponent - bits i);
+    slice 1 is the largest. largest_last: the order of the slices along dim."""
     n, size = -(-WANTED // bits), x.shape[dim]
     assert n <= 6, f"{n} slices: sums of their products need more than {BITS} bits"
     shape = list(x.shape)
@@ -78,20 +78,24 @@ def _product(a, b):
     k = a.shape[-1]
     if not k or not a.numel() or not b.numel():
         return a @ b
-    plain = None
+    plain = None  # a @ b by PyTorch, if it has infinities or NaN
     of_rows, of_columns = a.abs().amax(-1, keepdim=True), b.abs().amax(-2, keepdim=True)
     if not (of_rows.isfinite().all() and of_columns.isfinite().all()):
-        plain = a @ b  # has the infinities and NaN
+        plain = a @ b
         a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
         of_rows, of_columns = a.abs().amax(-1, keepdim=True), b.abs().amax(-2, keepdim=True)
-    up, right = _exponent(of_rows), _exponent(of_columns)
-    back = None
-    if max(x.abs().max().item() for x in (up, right)) > 300:  # slices might over- or underflow
-        back = up + right
-        a, b, up, right = _scaled(a, -up), _scaled(b, -right), up * 0, right * 0
+    row_exponent, column_exponent = _exponent(of_rows), _exponent(of_columns)
+    back = None  # the exponent by which the result is scaled back
+    if max(x.abs().max().item() for x in (row_exponent, column_exponent)) > 300:
+        # slices might overflow or underflow, so the operands are scaled to about 1
+        back = row_exponent + column_exponent
+        a, b = _scaled(a, -row_exponent), _scaled(b, -column_exponent)
+        row_exponent, column_exponent = row_exponent * 0, column_exponent * 0
     bits = (BITS - math.ceil(math.log2(k)) - 1) // 2
-    x, y = _slices(a, up, bits, -1, False), _slices(b, right, bits, -2, True)
-    total, lost = x @ y, 0.0  # the smallest products; all i + j are alike
+    x = _slices(a, row_exponent, bits, -1, largest_last=False)
+    y = _slices(b, column_exponent, bits, -2, largest_last=True)
+    # With these orders, one product sums all slices with the same i + j. The smallest come first.
+    total, lost = x @ y, 0.0
     for width in range(x.shape[-1] - k, 0, -k):
         total, more = two_sum(total, x[..., :width] @ y[..., -width:, :])
         lost = lost + more
@@ -102,7 +106,8 @@ def _product(a, b):
 
 
 def _total(x, dim, keepdim=False):
-    """The sum over one dimension of float64 values, rounded once."""
+    """The sum over one dimension of float64 values, rounded once. `low` collects the rounding
+    errors of the additions in `high`."""
     if not x.shape[dim]:
         return x.sum(dim, keepdim=keepdim)
     high, low = x.movedim(dim, -1), None
@@ -247,13 +252,9 @@ def _cross_entropy(
     if label_smoothing:
         even = total(-log_p * w, -1).where(kept, 0.0) / len(w)
         loss = (1 - label_smoothing) * loss + label_smoothing * even
-    return (
-        loss
-        if reduction == "none"
-        else total(loss)
-        if reduction == "sum"
-        else total(loss) / total(share)
-    )
+    if reduction == "none":
+        return loss
+    return total(loss) if reduction == "sum" else total(loss) / total(share)
 
 
 _INSTEAD = {
@@ -273,6 +274,7 @@ _INSTEAD = {
     F.layer_norm: _layer_norm,
     F.cross_entropy: _cross_entropy,
 }
+# arguments that PyTorch adds by itself, with their defaults None and 3
 _FILLED_IN = ("size_average", "reduce", "dtype", "_stacklevel")
 # Functions that add float64 values in their own order. Inside `Exact` they raise an error instead
 # of being inexact.
@@ -282,8 +284,6 @@ _REFUSED = (
     F.scaled_dot_product_attention,
     torch.var,
     torch.Tensor.var,
-)
-_REFUSED += (
     torch.cumsum,
     torch.Tensor.cumsum,
     torch.dot,
@@ -302,7 +302,6 @@ class Exact(TorchFunctionMode):
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in _INSTEAD:
-                # defaults that PyTorch adds to the arguments that are used here
                 given = {
                     name: x
                     for name, x in kwargs.items()

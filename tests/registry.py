@@ -20,10 +20,12 @@ FLOATS = "float32, bfloat16, float16 or float64"
 
 
 def t(*shape, dtype=torch.float32):
+    """A tensor of ones."""
     return torch.ones(*shape, dtype=dtype)
 
 
 def i32(*values):
+    """An int32 vector of these values."""
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -97,10 +99,12 @@ def rotated_write(**change):
 
 
 def merge(**change):
+    """A valid attn_merge call with some of its arguments changed."""
     return dict(out_a=t(3, 2, 8), lse_a=t(3, 2), out_b=t(3, 2, 8), lse_b=t(3, 2)) | change
 
 
 def normed(**change):
+    """A valid rms_norm or layer_norm call with some of its arguments changed."""
     return dict(x=t(2, 3, 8), weight=t(8)) | change
 
 
@@ -110,14 +114,17 @@ def rotary(**change):
 
 
 def dropped(**change):
+    """A valid dropout call with some of its arguments changed."""
     return dict(x=t(2, 3, 8), p=0.25, seed=torch.tensor([1, 2])) | change
 
 
 def dropped_sum(**change):
+    """A valid dropout_add call with some of its arguments changed."""
     return dict(x=t(2, 3, 8), residual=t(2, 3, 8), p=0.25, seed=torch.tensor([1, 2])) | change
 
 
 def dropped_gelu(**change):
+    """A valid bias_gelu_dropout call with some of its arguments changed."""
     return dict(x=t(2, 3, 8), bias=t(8), p=0.25, seed=torch.tensor([1, 2])) | change
 
 
@@ -127,6 +134,7 @@ def sampled(**change):
 
 
 def sampled_with_penalties(**change):
+    """A sample_tokens call with all arguments, some of them changed."""
     return (
         dict(
             logits=t(3, 7),
@@ -153,16 +161,18 @@ def distilled(**change):
 
 
 def classes(**change):
+    """A valid cross_entropy call with some of its arguments changed."""
     return dict(logits=t(2, 3, 7), target=torch.tensor([[0, 6, -100], [3, 3, 1]])) | change
 
 
 def product(**change):
+    """A valid gemm call with some of its arguments changed."""
     return dict(a=t(2, 3, 4), b=t(4, 5)) | change
 
 
 BF16, F64, I64 = torch.bfloat16, torch.float64, torch.int64
 
-# (op, arguments, whole text after "gpukern::<op>: ").
+# Calls that raise ValueError: (op, arguments, whole text after "gpukern::<op>: ").
 VALUE_ERRORS = [
     # ---- gemm
     ("gemm", product(a=t(4)), "a must have at least 2 dimensions, got 1"),
@@ -856,7 +866,7 @@ VALUE_ERRORS = [
     ("attn_merge", merge(lse_b=t(2, 2)), "lse_b must have shape [3, 2], got [2, 2]"),
 ]
 
-# Invalid contents of index tensors, which raise IndexError.
+# Calls with invalid contents of index tensors, which raise IndexError; as VALUE_ERRORS.
 INDEX_ERRORS = [
     ("flash_attn_varlen", packed(cu_seqlens_q=i32(1, 4, 9)), "cu_seqlens_q is expected to start "
                                                              "at 0, got cu_seqlens_q[0] = 1"),
@@ -1122,7 +1132,7 @@ OPS = {
     ),
     "rope": Registered(
         rotary,
-        ("q",),  # k's, which the first result does not show: test_rows.py
+        ("q",),  # k has a gradient, too, but not from the first result: test_rows.py
         explained=True,
         variants={
             "": {},
@@ -1180,6 +1190,7 @@ OPS = {
         },
     ),
 }
+# arguments of every op that are float32 in 16-bit calls
 WIDE = ("alibi_slopes", "sinks", "lse_a", "lse_b", "k_scale", "v_scale", "cos", "sin")
 IN_PLACE = {"kv_cache_write", "kv_cache_write_latent"}  # ops without a result
 VARIANTS = tuple((name, variant) for name, op in OPS.items() for variant in op.variants)
@@ -1198,17 +1209,17 @@ def drawn(
     call = OPS[name].make(**OPS[name].variants[variant])
     always_wide = WIDE + OPS[name].wide
 
-    def draw(name, x):
+    def draw(argument, x):
         if not isinstance(x, torch.Tensor):
             return x
         if not x.is_floating_point():
             return x.to(device)
-        wide = torch.float32 if name in always_wide and dtype.itemsize < 4 else dtype
-        drawn = randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
+        wide = torch.float32 if argument in always_wide and dtype.itemsize < 4 else dtype
+        values = randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
         # scales of a cache must be above 0
-        return drawn.abs() + 0.1 if name in ("k_scale", "v_scale") else drawn
+        return values.abs() + 0.1 if argument in ("k_scale", "v_scale") else values
 
-    return {n: draw(n, x) for n, x in call.items()}
+    return {argument: draw(argument, x) for argument, x in call.items()}
 
 
 class Bound:
@@ -1225,11 +1236,9 @@ class Bound:
         fn=None,
         **more,
     ):
-        self.name, self.fn, self.call = (
-            name,
-            fn or public(name),
-            drawn(name, variant, device, dtype) | more,
-        )
+        self.name = name
+        self.fn = fn or public(name)
+        self.call = drawn(name, variant, device, dtype) | more
         self.names = [
             n for n, x in self.call.items() if isinstance(x, torch.Tensor) and x.is_floating_point()
         ]

@@ -28,6 +28,7 @@ def powers(gen, shape, device, span=3):
 
 
 def whole(gen, shape, dtype, device, most=2):
+    """Random integers from -most to most."""
     return (
         torch.randint(-most, most + 1, shape, generator=gen).to(torch.float32).to(dtype).to(device)
     )
@@ -63,7 +64,7 @@ def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
         assert_bits(got, reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32))
 
 
-# (code of a, code of b, scale of a, scale of b) in which the product of the scales overflows or
+# (value of a, value of b, scale of a, scale of b), where the product of the two scales overflows or
 # underflows in float32
 FAR_SCALES = [
     (0, 0, 1e30, 1e30),
@@ -82,7 +83,7 @@ FAR_FORMS = [
 
 
 def far_product(op, a, b, scale_a, scale_b, out_dtype=torch.float32):
-    """a b with scales by one of the products of codes."""
+    """a b with scales, by scaled_gemm or by grouped_gemm with one group."""
     if op == "scaled":
         return torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=out_dtype)
     ends = torch.tensor([a.shape[0]], dtype=torch.int32, device=a.device)
@@ -92,55 +93,51 @@ def far_product(op, a, b, scale_a, scale_b, out_dtype=torch.float32):
     )
 
 
-@pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
-@pytest.mark.parametrize("op", ("scaled", "grouped", "sparse"))
+def far_sparse_product(a, b, scale_a, scale_b):
+    """a b with scales by sparse_gemm, where half of b's rows are set to 0."""
+    w = b.mT.contiguous().float()
+    w[:, 0::4] = 0
+    w[:, 1::4] = 0
+    pair = torch_gpukern.sparse_pack(w.to(b.dtype))
+    return torch_gpukern.sparse_gemm(
+        a, *pair, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32
+    )
+
+
+FAR_CASES = [(op, dtype) for op in ("scaled", "grouped", "sparse") for dtype in (E4M3, E5M2, I8)]
+FAR_CASES.remove(("grouped", I8))  # grouped_gemm takes no int8
+
+
+@pytest.mark.parametrize(("op", "dtype"), FAR_CASES)
 def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
     """The expected value is x y k scale_a scale_b in Python's floats; sparse_gemm sums half of
     k."""
-    if op == "grouped" and dtype is I8:
-        return
-    for x, y, sa, sb in FAR_SCALES:
+    along_k = [(fa, fb) for fa, fb in FAR_FORMS if fa and (fa[1] > 1 or fb[0] > 1)]
+    forms = [form for form in FAR_FORMS if op != "sparse" or form not in along_k]
+    for (x, y, sa, sb), (form_a, form_b) in itertools.product(FAR_SCALES, forms):
         if dtype is I8:
             x, y = round(min(x, 127)), round(min(y, 127))
         a = torch.full((3, 256), x, dtype=torch.float32, device=device).to(dtype)
         b = torch.full((256, 5), y, dtype=torch.float32, device=device).to(dtype)
-        for form_a, form_b in FAR_FORMS:
-            scale_a, scale_b = (
-                torch.full(form_a, sa, device=device),
-                torch.full(form_b, sb, device=device),
-            )
-            terms = 256
-            if op == "sparse":
-                if form_a and (form_a[1] > 1 or form_b[0] > 1):
-                    continue
-                w = b.mT.contiguous().float()
-                w[:, 0::4] = 0
-                w[:, 1::4] = 0
-                terms = 128
-                pair = torch_gpukern.sparse_pack(w.to(dtype))
-                got = torch_gpukern.sparse_gemm(
-                    a, *pair, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32
-                )
-            else:
-                got = far_product(op, a, b, scale_a, scale_b)
-            codes = float(a[0, 0].float()) * float(b[0, 0].float()) * terms
-            # the scales are float32: their values, not those of the literals
-            want = codes * float(torch.tensor(sa)) * float(torch.tensor(sb))
-            assert got.double().sub(want).abs().max() <= 1e-6 * want + 2.0**-149, (
-                x,
-                y,
-                sa,
-                sb,
-                form_a,
-                form_b,
-            )
+        scale_a = torch.full(form_a, sa, device=device)
+        scale_b = torch.full(form_b, sb, device=device)
+        if op == "sparse":
+            got, terms = far_sparse_product(a, b, scale_a, scale_b), 128
+        else:
+            got, terms = far_product(op, a, b, scale_a, scale_b), 256
+        codes = float(a[0, 0].float()) * float(b[0, 0].float()) * terms
+        # the scales are float32: their values, not those of the literals
+        want = codes * float(torch.tensor(sa)) * float(torch.tensor(sb))
+        error = got.double().sub(want).abs().max()
+        assert error <= 1e-6 * want + 2.0**-149, (x, y, sa, sb, form_a, form_b)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("op", ("scaled", "grouped"))
 def test_wide_products_with_a_few_such_scales(op, dtype, device):
-    """Tiles of 128 rows join the scales of a block of k before they meet the sums. Here every third
-    row has a scale whose product with that of the first 128 columns leaves float32."""
+    """Tiles of 128 rows multiply the two scales of a block of k with each other first, and then the
+    sums. Here the product of the two scales leaves float32 in every third row, for the first 128
+    columns."""
     for x, y, sa, sb in FAR_SCALES:
         a = torch.zeros(300, 512, device=device)
         a[:, 128:256] = x
@@ -264,15 +261,10 @@ def test_float64_and_the_rounding_of_the_result(dtype, device):
             want = reference.scaled_gemm(a, b.mT, scale_a, scale_b, out_dtype=torch.float64)
             assert got.dtype is (out_dtype or torch.bfloat16)
             eps = torch.finfo(got.dtype).eps
-            sums = (
-                2.0**-20
-                if device == "cpu"
-                else 2.0**-12
-                if dtype is not I8
-                else 2.0**-16
-                if granularity == "1x32"
-                else 2.0**-20
-            )
+            if device == "cpu" or (dtype is I8 and granularity != "1x32"):
+                sums = 2.0**-20
+            else:
+                sums = 2.0**-16 if dtype is I8 else 2.0**-12
             most = want.abs().max() * (eps / 2 * 1.01 + sums)
             assert (got.double() - want).abs().max() <= most
 
@@ -508,7 +500,7 @@ def test_kernels_of_gpus_without_wgmma(arch):
         assert row(5, a_dtype, b_dtype, (5, 16), (16, 4096)) == name.split("_")[0] + "_16x64"
 
 
-def test_a_nan_is_its_rows_and_columns(device):
+def test_a_nan_code_spoils_only_its_row_and_column(device):
     """Scales per 32 of k, also with mixed dtypes. They are served by kernels that decode codes by
     arithmetic, on Hopper and on every other GPU."""
     gen = generator("nan codes")
@@ -604,7 +596,7 @@ def test_several_tiles_with_a_scale_for_each_row_of_both(block):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (E4M3, I8))
-def test_more_rows_than_a_grid_has_blocks_for_are_laid_anew(dtype):
+def test_more_rows_than_one_copying_grid_takes(dtype):
     """K is no multiple of 16, so a is copied first, 64 rows per block, and a grid has at most 65535
     blocks along y."""
     m, k = 64 * 65535 + 70, 24

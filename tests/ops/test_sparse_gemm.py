@@ -11,7 +11,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
 
 
 def sparse(gen, n, k, dtype, device, most=3):
-    """Small integers with 0, 1 or 2 non-zeros of four."""
+    """A weight [n, k] of small integers, with at most 2 non-zeros in each group of four along k."""
     w = torch.randint(1, most + 1, (n, k), generator=gen).float() * (
         torch.randint(0, 2, (n, k), generator=gen) * 2 - 1
     )
@@ -27,7 +27,8 @@ def test_packing(dtype, device):
         for x in (w, w.mT.contiguous().mT):
             values, meta = torch_gpukern.sparse_pack(x)
             want_values, want_meta = reference_quantised.sparse_pack(w)
-            assert_bits(values, want_values), assert_bits(meta, want_meta)
+            assert_bits(values, want_values)
+            assert_bits(meta, want_meta)
     if dtype is not torch.int8:
         w = torch.tensor([[0, float("nan"), 0, 0, 1, 0, 0, 2]], device=device).to(dtype)
         values, meta = torch_gpukern.sparse_pack(w)
@@ -71,8 +72,8 @@ def test_small_integers_are_exact(dtype, device):
 
 @pytest.mark.parametrize("shape", ((5, 70, 200), (130, 264, 1028), (300, 520, 2048), (64, 64, 512)))
 def test_fast_sums(shape, device):
-    """Small integers are exact in any order of summing. Of random numbers, which keep 13 bits, the
-    error stays below what the scaled product is allowed."""
+    """Small integers are exact in any order of summing. For random numbers, of which the sums keep
+    13 bits, the error stays below the bound of scaled_gemm."""
     m, n, k = shape
     gen = generator("sparse fast", m, n, k)
     e4m3 = torch.float8_e4m3fn
@@ -184,7 +185,8 @@ def test_kernels_of_gpus_without_wgmma():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tiles_a_block(dtype):
-    """More tiles than a GPU has SMs, and an odd number of them across; K that ends inside a stage."""
+    """More tiles than a GPU has SMs, an odd number of tiles across, and a K that ends inside a
+    stage."""
     for m, n, k in ((2100, 2056, 1056), (4500, 1160, 544), (3, 4200, 2048)):
         gen = generator("many tiles", m, n, k)
         w = sparse(gen, n, k, dtype, "cuda")
@@ -214,8 +216,9 @@ def test_autocast_takes_a_float32_stream(device):
     not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
 )
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
-def test_what_is_too_large_is_said_to_be(arch):
-    """The plain kernel has a block along y for each 64 rows: it is no dtype that lacks here."""
+def test_too_many_rows_are_refused_for_their_number(arch):
+    """The plain kernel has one block along y for each 64 rows, and a grid has at most 65535. The
+    error must name the size and not the dtype."""
     values, meta = torch.zeros(1, 10).bfloat16(), torch.zeros(1, 3, dtype=torch.uint8)
 
     def row(m):

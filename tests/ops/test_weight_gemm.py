@@ -3,6 +3,7 @@
 float64."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ SIZES = [(1, 1), (64, 64), (65, 63), (130, 200), (70, 33), (16, 520)]
 
 
 def codes(gen, n, k, format, device):
+    """Random codes [n, k] of a format."""
     if format == "int4":
         q = torch.randint(-8, 8, (n, k), generator=gen, dtype=torch.int8)
     elif format == "int8":
@@ -53,7 +55,7 @@ def weight(gen, n, k, format, group, device, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_packing_is_the_reference_s_and_its_own_inverse(format, device):
+def test_packed_bits_equal_the_reference_and_unpack_again(format, device):
     for n, k in SIZES:
         q = codes(generator("pack", n, k), n, k, format, device)
         packed = torch_gpukern.pack_weight(q, format)
@@ -102,7 +104,7 @@ def test_a_one_reads_the_decoded_weight(format, dtype, device):
         want = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).to(dtype)
         exact = reference_quantised.decoded(q, scale, format, **more)
         assert got.shape == (k, n)
-        if format == "nvfp4":  # two factors are rounded in float32, in an order of the op's own
+        if format == "nvfp4":  # its two scales are multiplied in float32, in another order
             assert (
                 (got.mT.double() - exact).abs()
                 <= exact.abs() * torch.finfo(dtype).eps * 0.5001 + 1e-9
@@ -284,34 +286,22 @@ def test_gradients(format, device):
         packed = torch_gpukern.pack_weight(q, format)
         a = randn(gen, 2, 3, k, dtype=torch.bfloat16).to(device).requires_grad_()
         bias = randn(gen, n).to(device).requires_grad_()
-        run = lambda a, bias: torch_gpukern.weight_gemm(  # noqa: E731
-            a,
-            packed,  # noqa: B023
-            scale,  # noqa: B023
-            n,  # noqa: B023
-            format,
-            **more,  # noqa: B023
-            bias=bias,  # noqa: B023
-        )  # noqa: B023, E731
+        out = torch_gpukern.weight_gemm(a, packed, scale, n, format, **more, bias=bias)
         grad = randn(gen, 2, 3, n, dtype=torch.bfloat16).to(device)
-        got = torch.autograd.grad(run(a, bias), (a, bias), grad)
+        got = torch.autograd.grad(out, (a, bias), grad)
         w = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).bfloat16()
-        if format == "nvfp4":  # as the forward: two factors, rounded in an order of the op's own
+        if format == "nvfp4":  # its two scales are multiplied in float32, in another order
             exact = grad.double() @ w.double()
             assert (got[0].double() - exact).abs().max() <= exact.abs().max() * 2**-7
         else:
             assert_bits(got[0], torch_gpukern.gemm(grad, w))
         assert_bits(got[1], grad.flatten(0, 1).float().sum(0))
-    for options in (
-        {"activation": "relu"},
-        {"out_dtype": torch.bfloat16, "scale": scale.float().requires_grad_()},
-    ):
-        with pytest.raises(
-            NotImplementedError, match="weight_gemm: gradients are those of a 16-bit a and of bias"
-        ):
-            torch_gpukern.weight_gemm(
-                a, packed, options.pop("scale", scale), n, format, **more, **options
-            )
+    only = "weight_gemm: gradients are those of a 16-bit a and of bias"
+    with pytest.raises(NotImplementedError, match=only):
+        torch_gpukern.weight_gemm(a, packed, scale, n, format, **more, activation="relu")
+    trained = scale.float().requires_grad_()
+    with pytest.raises(NotImplementedError, match=only):
+        torch_gpukern.weight_gemm(a, packed, trained, n, format, **more, out_dtype=torch.bfloat16)
 
 
 def test_what_is_refused(device):
@@ -406,20 +396,20 @@ def test_opcheck_and_compile(device):
     torch.library.opcheck(
         ops.weight_gemm.default, (a, packed, scale, 70, "uint4", more["zero"]), test_utils=utils
     )
-    run = lambda x: torch_gpukern.weight_gemm(  # noqa: E731
-        x, packed, scale, 70, "uint4", **more, activation="gelu"
-    )  # noqa: E731
-    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+
+    def run(x, activation="none"):
+        return torch_gpukern.weight_gemm(
+            x, packed, scale, 70, "uint4", **more, activation=activation
+        )
+
+    with_gelu = partial(run, activation="gelu")
+    compiled = torch.compile(with_gelu, fullgraph=True, dynamic=True)
     for m in (3, 5, 130):
         x = randn(gen, m, 256, dtype=torch.bfloat16).to(device)
-        assert_bits(compiled(x), run(x))
-    trained = lambda x: torch_gpukern.weight_gemm(x, packed, scale, 70, "uint4", **more)  # noqa: E731
-    x.requires_grad_()
-    grads = [
-        torch.autograd.grad(f(x).sum(), x)[0]
-        for f in (torch.compile(trained, fullgraph=True), trained)
-    ]
-    assert_bits(*grads)
+        assert_bits(compiled(x), with_gelu(x))
+    x = randn(gen, 130, 256, dtype=torch.bfloat16).to(device).requires_grad_()
+    calls = (torch.compile(run, fullgraph=True), run)
+    assert_bits(*(torch.autograd.grad(call(x).sum(), x)[0] for call in calls))
 
 
 def test_row_scales_of_more_than_two_dimensions(device):
