@@ -4,8 +4,8 @@
  *
  * x [M, K] bfloat16   w [N, K], codes -8 to 7 times a scale per group   out [M, N] float32
  *
- * The result is checked against plain loops in double over the rounded weight; the program exits
- * with 1 when one is off. */
+ * The result is checked against plain loops in double over the rounded weight. Then a call with a
+ * wrong shape must be refused. The program exits with 1 if either check fails. */
 #include <gpukern_quant.h>
 
 #include <math.h>
@@ -59,37 +59,34 @@ static void round_weight(void) {
         }
 }
 
-int main(void) {
-    for (int n = 0; n < N; ++n)
-        for (int k = 0; k < K; ++k) w[n][k] = 0.02f * sinf(1.7f * (float)n + 0.3f * (float)k);
-    for (int m = 0; m < M; ++m)
-        for (int k = 0; k < K; ++k) x[m][k] = (uint16_t)(0x3f80 + (m * K + k) % 64); /* 1 to 1.5 */
-    round_weight();
+static void pack_weight(const gk_context *ctx, gk_pack_weight_args *pack) {
+    pack->q = matrix(q, GK_I8, N, K);
+    pack->format = GK_INT4;
+    pack->packed = (gk_tensor){.data = packed,
+                               .dtype = GK_U8,
+                               .ndim = 3,
+                               .shape = {DOWN, ACROSS, BYTES},
+                               .stride = {ACROSS * BYTES, BYTES, 1}};
+    must(gk_pack_weight(ctx, pack), "gk_pack_weight");
+}
 
-    const gk_context ctx = GK_CONTEXT_INIT;
-    gk_pack_weight_args pack = GK_PACK_WEIGHT_ARGS_INIT;
-    pack.q = matrix(q, GK_I8, N, K);
-    pack.format = GK_INT4;
-    pack.packed = (gk_tensor){.data = packed,
-                              .dtype = GK_U8,
-                              .ndim = 3,
-                              .shape = {DOWN, ACROSS, BYTES},
-                              .stride = {ACROSS * BYTES, BYTES, 1}};
-    must(gk_pack_weight(&ctx, &pack), "gk_pack_weight");
+static void multiply(const gk_context *ctx, gk_weight_gemm_args *call) {
+    call->a = matrix(x, GK_BF16, M, K);
+    call->scale = matrix(scale, GK_F32, GROUPS, N);
+    call->n = N;
+    call->format = GK_INT4;
+    call->out = matrix(out, GK_F32, M, N);
+    call->workspace_bytes = gk_weight_gemm_workspace_bytes(ctx, call);
+    if (call->workspace_bytes)
+        call->workspace = aligned_alloc(64, (call->workspace_bytes + 63) / 64 * 64);
+    must(gk_weight_gemm(ctx, call), "gk_weight_gemm");
+    free(call->workspace);
+    call->workspace = NULL;
+}
 
-    gk_weight_gemm_args call = GK_WEIGHT_GEMM_ARGS_INIT;
-    call.a = matrix(x, GK_BF16, M, K);
-    call.packed = pack.packed;
-    call.scale = matrix(scale, GK_F32, GROUPS, N);
-    call.n = N;
-    call.format = GK_INT4;
-    call.out = matrix(out, GK_F32, M, N);
-    call.workspace_bytes = gk_weight_gemm_workspace_bytes(&ctx, &call);
-    if (call.workspace_bytes)
-        call.workspace = aligned_alloc(64, (call.workspace_bytes + 63) / 64 * 64);
-    must(gk_weight_gemm(&ctx, &call), "gk_weight_gemm");
-    free(call.workspace);
-
+/* Returns the largest error of out, relative to the sum of |x w|. Prints it beside the error that
+ * the rounding of the weight makes. */
+static double check(void) {
     double worst = 0, lost = 0;
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) {
@@ -103,9 +100,26 @@ int main(void) {
             worst = fmax(worst, fabs(out[m][n] - rounded) / size);
             lost = fmax(lost, fabs(rounded - exact) / size);
         }
-    printf("weight_gemm [%d, %d] x [%d, %d] in 4 bits: within %.1e of the rounded weight's, which "
-           "cost %.1e\n",
+    printf("weight_gemm [%d, %d] x [%d, %d] in 4 bits: error %.1e; rounding the weight to 4 bits "
+           "costs %.1e\n",
            M, K, N, K, worst, lost);
+    return worst;
+}
+
+int main(void) {
+    for (int n = 0; n < N; ++n)
+        for (int k = 0; k < K; ++k) w[n][k] = 0.02f * sinf(1.7f * (float)n + 0.3f * (float)k);
+    for (int m = 0; m < M; ++m)
+        for (int k = 0; k < K; ++k) x[m][k] = (uint16_t)(0x3f80 + (m * K + k) % 64); /* 1 to 1.5 */
+    round_weight();
+
+    const gk_context ctx = GK_CONTEXT_INIT;
+    gk_pack_weight_args pack = GK_PACK_WEIGHT_ARGS_INIT;
+    gk_weight_gemm_args call = GK_WEIGHT_GEMM_ARGS_INIT;
+    pack_weight(&ctx, &pack);
+    call.packed = pack.packed;
+    multiply(&ctx, &call);
+    const double worst = check();
 
     call.scale.shape[0] = GROUPS + 1; /* a wrong shape is refused with the argument's name */
     const gk_status status = gk_weight_gemm(&ctx, &call);

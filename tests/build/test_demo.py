@@ -46,7 +46,25 @@ def test_the_fastest_built_ins_are_the_peer(train, monkeypatch, capsys):
     best, times = train.fastest(ways, None)
     took = dict(re.findall(r"(\w+) (\d+) ms", times))
     assert best == "float32" and took == {"bfloat16": "50", "float32": "5"} and "cuDNN" not in times
-    assert capsys.readouterr().out == "built-ins in cuDNN are left out: No available kernel\n"
+    assert capsys.readouterr().out == "left out: built-ins in cuDNN: No available kernel\n"
+
+
+def test_a_call_that_fails_the_second_time_is_not_the_fastest(train, monkeypatch, capsys):
+    """Its first time does not count, and the line says whose call failed."""
+    monkeypatch.setattr(train, "synchronize", lambda model: None)
+    runs = []
+
+    def breaks():
+        runs.append(None)
+        if len(runs) == 2:
+            raise RuntimeError("out of memory")
+
+    best, times = train.fastest({"a": breaks, "b": lambda: time.sleep(0.01)}, None, "gpukern")
+    assert best == "b" and "a " not in times
+    assert capsys.readouterr().out == "left out: gpukern in a: out of memory\n"
+    with pytest.raises(SystemExit, match="gpukern: every one of a failed"):
+        runs.clear()
+        train.fastest({"a": breaks}, None, "gpukern")
 
 
 def test_the_built_ins_are_measured_in_each_dtype_on_the_cpu(train):
