@@ -31,7 +31,6 @@ def accelerate(
     quantise: str | None = None,
     loss: bool = True,
     *,
-    fuse_qkv: bool = False,
     say: Callable[[str], object] | None = print,
 ) -> Accelerated:
     """Puts everything that gpukern has for a transformers model into it, in place.
@@ -59,10 +58,6 @@ def accelerate(
         quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings, the
             head and routers stay.
         loss: whether the loss of causal models is replaced.
-        fuse_qkv: q_proj, k_proj and v_proj become one product where no gradient is wanted. Their
-            weights are views of one tensor then, which ``safetensors.torch.save_model`` refuses
-            (``save_pretrained`` does not). On the CPU it takes as long as three; on CUDA it has not
-            been timed.
         say: is called with each line of the report; None says nothing.
 
     Returns:
@@ -85,7 +80,7 @@ def accelerate(
     register()
     done = Accelerated(inner)
     try:
-        change(done, "gpukern", register_experts, quantise, loss, fuse_qkv)
+        change(done, "gpukern", register_experts, quantise, loss)
     except BaseException:
         done.restore()
         raise

@@ -21,7 +21,6 @@ from ..nn.quant.quantize import Quantized, quantize
 from ..nn.rows import served
 from ..ops import linear, rope
 from ..ops.fakes import stats_dtype
-from . import transformers_qkv as qkv
 
 __all__ = ["Accelerated"]
 
@@ -82,10 +81,9 @@ def change(
     experts: Callable[[], None],
     quantise: str | None,
     loss: bool,
-    fuse_qkv: bool,
 ) -> None:
     """Changes all parts of the model. The order matters: `patch` must see the model's own layers,
-    `quantize` the patched ones, and `_projections` the layers that were not quantised."""
+    `quantize` the patched ones."""
     model = done.model
     _attention(done, model, name)
     _experts(done, model, name, experts, quantise)
@@ -103,8 +101,6 @@ def change(
             done.left[f"{paths} in {quantise}"] = why
     if not loss:
         done.left["loss"] = "loss=False"
-    if fuse_qkv:
-        _projections(done, model)
 
 
 def _count_layers(done: Accelerated) -> None:
@@ -236,25 +232,6 @@ def _experts(
 
     done._undo.append(undo)
     done.done["experts"] = f"{len(found)} {kind} -> grouped_gemm"
-
-
-def _projections(done: Accelerated, model: PreTrainedModel) -> None:
-    """Joins the projections of q, k and v of each attention into one product."""
-    count, left = 0, {}
-    for path, module in model.named_modules():
-        if not set(qkv.NAMES) <= module._modules.keys():
-            continue
-        kind, why = qkv.join(module)
-        if kind is None:
-            left[why] = None
-            continue
-        done.patched._become(path, module, kind)
-        done._undo.append(partial(qkv.separate, module))
-        count += 1
-    if count:
-        done.done[f"q, k and v of {count} attentions"] = "one product where no gradient is wanted"
-    if left:
-        done.left["q, k and v as one product"] = "; ".join(left)
 
 
 # ---- rotary embedding ----------------------------------------------------------------------------
