@@ -22,13 +22,13 @@ struct BwdMaskedParams : BwdHopperParams {
     gk_mask_store store;
     bool again; /* the second launch */
     BwdSplit split;
-    /* [unit][split.tiles][split.most][PART_FLOATS]: dK and dV of each part, in
+    /* [unit][split.tiles][block of a pair][split.most][PART_FLOATS]: dK and dV of each part, in
      * accumulator order; and how many parts of each tile have stored theirs */
     float *sums;
     unsigned *stored;
 };
 
-/* dK and dV of a part of a tile. */
+/* dK and dV of a block's part of a tile. */
 template <class Tile> constexpr int PART_FLOATS = Tile::BKV * (Tile::HEAD_DIM + Tile::HEAD_DIM_V);
 
 /* ---- 1. lists -------------------------------------------------------------------------------- */
@@ -136,6 +136,77 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
     __syncwarp();
 }
 
+/* Counts the entries before the block's first one whose words are stored. All lanes of a warp. */
+__device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdWork &w,
+                                            const BwdPlace &at) {
+    int kept = 0;
+#pragma unroll 1
+    for (int i = laneid(); i < at[BwdPlace::INDEX]; i += 32) {
+        const int entry = __ldg(list_of(x, w.b, at[BwdPlace::HEAD], w.j0 / GK_MASK_TILE) + i);
+        kept += (entry & 3) == GK_BLOCK_WORDS;
+    }
+    return __reduce_add_sync(0xffffffffu, kept);
+}
+
+/* Finds where a part begins in the lists of the group's heads, and how many steps it has. */
+template <class Tile>
+__device__ __forceinline__ void place_part(BwdWork &w, const BwdMaskedParams &x, const BwdPlace &at,
+                                           int tile, int part, int parts) {
+    const auto list = [&](int h) { return list_of(x, w.b, w.first_head + h, tile); };
+    int steps = 0;
+    bwd_take_part(
+        x.g.p.group, part, parts,
+        [&](int h) { return h == 0 || x.mask_head == 0 ? w.tile_lo : length_of(x, list(h)); },
+        [&](int h, int first, int end, int length) {
+            if (steps == 0) {
+                at.set(BwdPlace::HEAD, w.first_head + h);
+                at.set(BwdPlace::LEFT, length - first);
+                at.set(BwdPlace::INDEX, first);
+            }
+            steps += steps_of_list<Tile>(list(h), first, end, w.seq.seq_q);
+        });
+    w.tiles = steps;
+}
+
+/* Finds the keys of a keys task, its part of them and its steps. w.task, w.rank and the unit's
+ * heads are known. w.tile_lo becomes the length of the first head's list. One thread. */
+template <class Tile>
+__device__ __forceinline__ void place_keys(BwdWork &w, const BwdMaskedParams &x, smem_addr smem_s) {
+    const Bwd &g = x.g;
+    const BwdPlace at = {smem_s + BwdSmem<Tile>::PLACE};
+    const int4 *tiles = (const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t);
+    const int rank = x.split.rank(w.task.index), part = x.split.part(w.task.index);
+    const int4 longest = __ldg(tiles + rank);
+    int parts = 1;
+    if (rank < x.split.tiles) {
+        const bool any = x.split.tiles < (int)x.at.tiles_k; /* a tile that is not cut */
+        parts = x.split.parts(longest.x * g.p.group,
+                              any ? __ldg(tiles + x.split.tiles).x * g.p.group : 0);
+    }
+    const int tile = longest.z;
+    at.set(BwdPlace::PARTS, part < parts ? parts : 0);
+    at.set(BwdPlace::PART, part);
+    if (part >= parts) return;
+    w.j0 = tile * GK_MASK_TILE + (Tile::PAIR ? w.rank * Tile::BKV : 0);
+    w.seq = sequence_of(g.p, w.b);
+    w.row_tile = row_tile_of(g, w.seq, w.b);
+    w.tile_lo = longest.x;
+    at.set(BwdPlace::HEAD, w.first_head - 1);
+    at.set(BwdPlace::LEFT, 0);
+    at.set(BwdPlace::INDEX, 0);
+    if (parts > 1) return place_part<Tile>(w, x, at, tile, part, parts);
+    w.tiles = steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), 0, longest.x, w.seq.seq_q);
+    if (x.mask_head == 0) {
+        w.tiles *= g.p.group;
+        return;
+    }
+#pragma unroll 1
+    for (int h = 1; h < g.p.group; ++h) {
+        const uint16_t *list = list_of(x, w.b, w.first_head + h, tile);
+        w.tiles += steps_of_list<Tile>(list, 0, length_of(x, list), w.seq.seq_q);
+    }
+}
+
 /* ---- 2. tiles that may hold NaN -------------------------------------------------------------- */
 /* Replaces NaN and inf in a tile by 0. One warp. */
 template <class T, class Panels> __device__ __forceinline__ void clear_wild(smem_addr tile_s) {
@@ -161,7 +232,62 @@ template <class Tile> __device__ __forceinline__ void carry_nan(smem_addr stats_
     }
 }
 
-/* ---- 3. plan --------------------------------------------------------------------------------- */
+/* ---- 3. parts -------------------------------------------------------------------------------- */
+/* True if the block's part of a tile of keys does not exist. */
+template <class Tile> __device__ __forceinline__ bool without_keys(smem_addr smem_s) {
+    const BwdPlace at = {smem_s + BwdSmem<Tile>::PLACE};
+    return at[BwdPlace::PARTS] == 0;
+}
+
+/* The sums of a part, 16 bytes of each consumer thread at a time. */
+template <int M> __device__ __forceinline__ void store_sums(float *to, const float (&d)[M]) {
+#pragma unroll
+    for (int i = 0; i < M; i += 4)
+        __stcg((float4 *)(to + 256 * i) + threadIdx.x,
+               make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
+}
+template <int M> __device__ __forceinline__ void add_sums(float (&d)[M], const float *from) {
+#pragma unroll
+    for (int i = 0; i < M; i += 4) {
+        const float4 a = __ldcg((const float4 *)(from + 256 * i) + threadIdx.x);
+        d[i] += a.x;
+        d[i + 1] += a.y;
+        d[i + 2] += a.z;
+        d[i + 3] += a.w;
+    }
+}
+
+/* If the tile is cut: stores this part's sums, and in the part that stores last they become the
+ * sums of all parts, in the order of the parts. Returns false in the other parts. each(take) calls
+ * take(d, place) for each array of sums of a thread. Both consumer warpgroups. */
+template <class Tile, class Each>
+__device__ __forceinline__ bool join_parts(const BwdMaskedParams &x, const BwdWork &w,
+                                           smem_addr smem_s, const Each &each) {
+    typedef BwdSmem<Tile> S;
+    const BwdPlace at = {smem_s + S::PLACE};
+    const int parts = at[BwdPlace::PARTS];
+    if (parts <= 1) return true;
+    int tile = w.task.unit * x.split.tiles + x.split.rank(w.task.index);
+    if (Tile::PAIR) tile = tile * S::BLOCKS + w.rank;
+    float *all = x.sums + (int64_t)tile * x.split.most * PART_FLOATS<Tile>;
+    float *own = all + at[BwdPlace::PART] * PART_FLOATS<Tile>;
+    each([&](const auto &d, int place) { store_sums(own + place, d); });
+    bar_sync(BAR_CONSUMERS, 256); /* this part is complete */
+    if (threadIdx.x == 0)
+        at.set(BwdPlace::LAST, atom_inc_acq_rel(x.stored + tile) == (unsigned)parts - 1);
+    bar_sync(BAR_CONSUMERS, 256);
+    if (!at[BwdPlace::LAST]) return false;
+    each([&](auto &d, int) {
+#pragma unroll
+        for (float &sum : d) sum = 0;
+    });
+#pragma unroll 1
+    for (int p = 0; p < parts; ++p)
+        each([&](auto &d, int place) { add_sums(d, all + p * PART_FLOATS<Tile> + place); });
+    return true;
+}
+
+/* ---- 4. plan --------------------------------------------------------------------------------- */
 inline bool bias_fits(const gk_flash_attn_bwd_args *a, const gk_tensor &t, bool broadcasts) {
     const gk_tensor &q = a->fwd.q;
     return t.dtype == q.dtype && t.shape[2] == q.shape[2] && t.shape[3] == a->fwd.k.shape[2] &&
@@ -186,7 +312,7 @@ template <class Tile> bool serves_masked(const gk_flash_attn_bwd_args *a) {
 }
 
 template <class Tile> BwdSplit split_of(const Bwd &g) {
-    if (!ScoresOf<Tile>::MASK || Tile::PAIR) return {0, 1};
+    if (!ScoresOf<Tile>::MASK) return {0, 1};
     return bwd_split_of(g.p.group * gk_ceil_div(g.p.seq_q, GK_MASK_TILE),
                         gk_ceil_div(g.p.seq_k, GK_MASK_TILE));
 }
@@ -200,7 +326,8 @@ struct MaskedSpace {
 
     template <class Tile> static MaskedSpace of(const BwdGrid &grid, const Bwd &g) {
         const BwdSplit split = split_of<Tile>(g);
-        const size_t cut = split.most > 1 ? (size_t)grid.units * (size_t)split.tiles : 0;
+        const size_t tiles = (size_t)grid.units * (size_t)split.tiles * BwdSmem<Tile>::BLOCKS;
+        const size_t cut = split.most > 1 ? tiles : 0; /* each block's keys of a tile alone */
         MaskedSpace s;
         s.counters = counters_bytes<Tile>(grid, g, false);
         s.stored = cut * sizeof(unsigned);

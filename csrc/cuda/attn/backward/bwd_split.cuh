@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_split.cuh: which tiles of keys flash_attn_bwd_masked_sm90a shares between blocks, and how it
- * cuts their work. Everything here is a plain function that tests/csrc/check_attn_sm90a.cpp also
- * runs on the CPU.
+/* bwd_split.cuh: which tiles of keys the masked backward kernels for Hopper share between blocks,
+ * and how their work is cut. Everything here is a plain function that
+ * tests/csrc/check_attn_sm90a.cpp also runs on the CPU.
  *
- * A block takes all queries that see its 128 keys. If a few keys are seen by all queries, the block
- * of those keys takes many times as long as every other block. So the longest tiles of a unit (one
- * kv head of one batch entry) have several keys tasks each. The host does not read the mask: it
- * gives every unit as many tasks as could be needed, and tasks without work exit at once. */
+ * A block, or for wide heads a pair of blocks, takes all queries that see its 128 keys. If a few
+ * keys are seen by all queries, the block of those keys takes many times as long as every other
+ * block. So the longest tiles of a unit (one kv head of one batch entry) have several keys tasks
+ * each. The host does not read the mask: it gives every unit as many tasks as could be needed, and
+ * tasks without work exit at once. */
 #ifndef GPUKERN_CUDA_BWD_SPLIT_CUH
 #define GPUKERN_CUDA_BWD_SPLIT_CUH
 

@@ -36,18 +36,6 @@
 namespace {
 
 /* ---- 1. the producer ------------------------------------------------------------------------- */
-/* Counts the entries before the block's first one whose words are stored. All lanes of a warp. */
-__device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdWork &w,
-                                            const BwdPlace &at) {
-    int kept = 0;
-#pragma unroll 1
-    for (int i = laneid(); i < at[BwdPlace::INDEX]; i += 32) {
-        const int entry = __ldg(list_of(x, w.b, at[BwdPlace::HEAD], w.j0 / GK_MASK_TILE) + i);
-        kept += (entry & 3) == GK_BLOCK_WORDS;
-    }
-    return __reduce_add_sync(0xffffffffu, kept);
-}
-
 /* Computes the words of a block whose words are not stored, and those of a full block that the end
  * of the keys cuts. Without a mask: those of causal and a window. A row is a key here, a column a
  * query. One warp. */
@@ -192,8 +180,7 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
         return x.again && *x.spoilt == 0;
     }
     static __device__ __forceinline__ bool has_no_work(smem_addr smem_s) {
-        const BwdPlace at = {smem_s + S::PLACE};
-        return at[BwdPlace::PARTS] == 0;
+        return without_keys<Tile>(smem_s);
     }
     /* With a mask w.tile_lo is the length of the first head's list; without, w.start is the number
      * of tiles of each head. One thread. */
@@ -211,113 +198,21 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
         w.kv_head = w.task.unit - w.b * g.p.heads_kv;
         w.first_head = w.kv_head * g.p.group;
         if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
-        const BwdPlace at = {smem_s + S::PLACE};
-        const int4 *tiles = (const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t);
-        const int rank = x.split.rank(w.task.index), part = x.split.part(w.task.index);
-        const int4 longest = __ldg(tiles + rank);
-        int parts = 1;
-        if (rank < x.split.tiles) {
-            const bool any = x.split.tiles < (int)x.at.tiles_k; /* a tile that is not cut */
-            parts = x.split.parts(longest.x * g.p.group,
-                                  any ? __ldg(tiles + x.split.tiles).x * g.p.group : 0);
-        }
-        const int tile = longest.z;
-        at.set(BwdPlace::PARTS, part < parts ? parts : 0);
-        at.set(BwdPlace::PART, part);
-        if (part >= parts) return;
-        w.j0 = tile * GK_MASK_TILE;
-        w.seq = sequence_of(g.p, w.b);
-        w.row_tile = row_tile_of(g, w.seq, w.b);
-        w.tile_lo = longest.x;
-        at.set(BwdPlace::HEAD, w.first_head - 1);
-        at.set(BwdPlace::LEFT, 0);
-        at.set(BwdPlace::INDEX, 0);
-        if (parts > 1) return place_part(w, x, at, tile, part, parts);
-        w.tiles =
-            steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), 0, longest.x, w.seq.seq_q);
-        if (x.mask_head == 0) {
-            w.tiles *= g.p.group;
-        } else {
-#pragma unroll 1
-            for (int h = 1; h < g.p.group; ++h) {
-                const uint16_t *list = list_of(x, w.b, w.first_head + h, tile);
-                w.tiles += steps_of_list<Tile>(list, 0, length_of(x, list), w.seq.seq_q);
-            }
-        }
-    }
-    /* Finds where a part begins in the lists of the group's heads, and how many steps it has. */
-    static __device__ __forceinline__ void
-    place_part(BwdWork &w, const Params &x, const BwdPlace &at, int tile, int part, int parts) {
-        const auto list = [&](int h) { return list_of(x, w.b, w.first_head + h, tile); };
-        int steps = 0;
-        bwd_take_part(
-            x.g.p.group, part, parts,
-            [&](int h) { return h == 0 || x.mask_head == 0 ? w.tile_lo : length_of(x, list(h)); },
-            [&](int h, int first, int end, int length) {
-                if (steps == 0) {
-                    at.set(BwdPlace::HEAD, w.first_head + h);
-                    at.set(BwdPlace::LEFT, length - first);
-                    at.set(BwdPlace::INDEX, first);
-                }
-                steps += steps_of_list<Tile>(list(h), first, end, w.seq.seq_q);
-            });
-        w.tiles = steps;
+        place_keys<Tile>(w, x, smem_s);
     }
     static __device__ __forceinline__ void load(const Params &x, const BwdWork &w, unsigned char *,
                                                 smem_addr smem_s) {
         load_masked<T, Tile>(x, w, smem_s);
     }
-    /* The sums of a part, 16 bytes of each consumer thread at a time. */
-    template <int M>
-    static __device__ __forceinline__ void store_sums(float *to, const float (&d)[M]) {
-#pragma unroll
-        for (int i = 0; i < M; i += 4)
-            __stcg((float4 *)(to + 256 * i) + threadIdx.x,
-                   make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]));
-    }
-    template <int M>
-    static __device__ __forceinline__ void add_sums(float (&d)[M], const float *from) {
-#pragma unroll
-        for (int i = 0; i < M; i += 4) {
-            const float4 a = __ldcg((const float4 *)(from + 256 * i) + threadIdx.x);
-            d[i] += a.x;
-            d[i + 1] += a.y;
-            d[i + 2] += a.z;
-            d[i + 3] += a.w;
-        }
-    }
-    /* Stores this part's dK and dV. In the part that stores last, dk and dv become the sums of all
-     * parts, in the order of the parts; returns true there. */
-    __device__ __forceinline__ bool join_parts(const Params &x, const BwdWork &w,
-                                               const BwdPlace &at, int parts) {
-        constexpr int DK_FLOATS = Tile::BKV * Tile::HEAD_DIM, FLOATS = PART_FLOATS<Tile>;
-        const int tile = w.task.unit * x.split.tiles + x.split.rank(w.task.index);
-        float *all = x.sums + (int64_t)tile * x.split.most * FLOATS;
-        float *own = all + at[BwdPlace::PART] * FLOATS;
-        store_sums(own, this->dk);
-        store_sums(own + DK_FLOATS, this->dv);
-        bar_sync(BAR_CONSUMERS, 256); /* this part is complete */
-        if (threadIdx.x == 0)
-            at.set(BwdPlace::LAST, atom_inc_acq_rel(x.stored + tile) == (unsigned)parts - 1);
-        bar_sync(BAR_CONSUMERS, 256);
-        if (!at[BwdPlace::LAST]) return false;
-#pragma unroll
-        for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) this->dk[i] = 0;
-#pragma unroll
-        for (int i = 0; i < Tile::HEAD_DIM_V / 2; ++i) this->dv[i] = 0;
-#pragma unroll 1
-        for (int p = 0; p < parts; ++p) {
-            add_sums(this->dk, all + p * FLOATS);
-            add_sums(this->dv, all + p * FLOATS + DK_FLOATS);
-        }
-        return true;
-    }
     __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
                                           int warpgroup) {
         if constexpr (SPLITS) {
-            const BwdPlace at = {smem_s + S::PLACE};
-            const int parts = at[BwdPlace::PARTS];
-            if (parts > 1 && !join_parts(x, w, at, parts)) return;
+            constexpr int DK_FLOATS = Tile::BKV * Tile::HEAD_DIM;
+            const bool whole = join_parts<Tile>(x, w, smem_s, [&](const auto &take) {
+                take(this->dk, 0);
+                take(this->dv, DK_FLOATS);
+            });
+            if (!whole) return;
         }
         float sum = 0; /* NaN or inf if a gradient is */
 #pragma unroll

@@ -11,11 +11,13 @@
  *
  * A second launch serves hidden rows and keys that hold NaN or inf, as there.
  *
- * Not handled: what flash_attn_bwd_masked_sm90a does not handle either; a bias; sharing the keys
- * that many more queries see than others. */
+ * Tiles of keys that many more queries see than others are cut into parts, as there. Each block of
+ * a pair joins the parts of its own 64 keys.
+ *
+ * Not handled: what flash_attn_bwd_masked_sm90a does not handle either; a bias. */
+#include "../mask_words.cuh"
 #include "bwd_masked.cuh"
 #include "bwd_wide.cuh"
-#include "../forward/fwd_score.cuh" /* columns_in */
 
 namespace {
 
@@ -54,17 +56,25 @@ __device__ __forceinline__ void seen_by_mask(uint32_t (&seen)[2], const BwdMaske
         }
         return;
     }
-    seen[0] = seen[1] = 0;
-#pragma unroll 1
-    for (int bit = 0; bit < 16; ++bit) {
-        const int i = row + bit / 2 * 8 + bit % 2;
-        if (i >= w.seq.seq_q) break;
-        const int4 a = __ldg(source + i); /* keys that the row sees */
+    /* Each lane computes which of the warp's 16 keys two of the step's 64 rows see; the transpose
+     * gives it the rows that see one key. */
+    const int first = key - laneid() / 4;
+    uint32_t bits = 0;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int j = key + 8 * r;
-            seen[r] |= (uint32_t)((j >= a.x && j < a.y) || (j >= a.z && j < a.w)) << bit;
-        }
+    for (int half = 0; half < 2; ++half) {
+        const int i = i0 + 32 * half + laneid();
+        const int4 a = __ldg(source + min(i, w.seq.seq_q - 1)); /* keys that the row sees */
+        const uint32_t keys = rows_in(a.x, a.y, first) | rows_in(a.z, a.w, first);
+        bits |= (i < w.seq.seq_q ? keys & 0xffffu : 0) << 16 * half;
+    }
+    bits = transpose_bits(bits); /* lane l: rows 32 (l / 16) to + 31 of key l % 16 */
+    seen[0] = seen[1] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int half = i / 2, r = i % 2;
+        const uint32_t rows = __shfl_sync(0xffffffffu, bits, 16 * half + 8 * r + laneid() / 4);
+        const uint32_t own = rows >> laneid() % 4 * 2 & 0x03030303u;
+        seen[r] |= (own * 0x01041040u >> 24) << 8 * half;
     }
 }
 
@@ -98,7 +108,7 @@ __device__ __forceinline__ void load_masked_pair(const BwdMaskedParams &x, const
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     const tma_steps<Tile::O_STAGES> o_ring = {smem_s + S::O_RING};
     const BwdPlace at = {smem_s + S::PLACE};
-    at.set(BwdPlace::KEPT, 0); /* place() has set the other fields */
+    at.set(BwdPlace::KEPT, words_before(x, w, at)); /* place() has set the other fields */
     at.set(BwdPlace::ROW, GK_MASK_TILE - Tile::BQ);
     __syncwarp();
 #pragma unroll 1
@@ -158,14 +168,17 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
     typedef Tile_ Tile;
     typedef BwdMaskedParams Params;
     typedef BwdSmem<Tile> S;
-    static constexpr bool SPLITS = false;
+    static constexpr bool SPLITS = true;
     static_assert(GK_MASK_TILE == 2 * Tile::BQ && GK_MASK_TILE == 2 * Tile::BKV && !ORDERED,
                   "a pair has a tile of keys, and a step half of a block of queries");
 
     static __device__ __forceinline__ bool leaves(const Params &x) {
         return x.again && *x.spoilt == 0;
     }
-    /* w.tile_lo is the length of the first head's list. One thread. */
+    static __device__ __forceinline__ bool has_no_work(smem_addr smem_s) {
+        return without_keys<Tile>(smem_s);
+    }
+    /* One thread. */
     static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr smem_s) {
         const Bwd &g = x.g;
         w.rank = (int)cluster_ctarank();
@@ -174,28 +187,7 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
         w.kv_head = w.task.unit - w.b * g.p.heads_kv;
         w.first_head = w.kv_head * g.p.group;
         if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
-        const int4 *tiles = (const int4 *)(mask_of(x, w.b, w.first_head) + x.at.tiles_t);
-        const int4 longest = __ldg(tiles + w.task.index);
-        const int tile = longest.z;
-        w.j0 = tile * GK_MASK_TILE + w.rank * Tile::BKV;
-        w.seq = sequence_of(g.p, w.b);
-        w.row_tile = row_tile_of(g, w.seq, w.b);
-        w.tile_lo = longest.x;
-        const BwdPlace at = {smem_s + S::PLACE};
-        at.set(BwdPlace::HEAD, w.first_head - 1);
-        at.set(BwdPlace::LEFT, 0);
-        at.set(BwdPlace::INDEX, 0);
-        w.tiles =
-            steps_of_list<Tile>(list_of(x, w.b, w.first_head, tile), 0, longest.x, w.seq.seq_q);
-        if (x.mask_head == 0) {
-            w.tiles *= g.p.group;
-            return;
-        }
-#pragma unroll 1
-        for (int h = 1; h < g.p.group; ++h) {
-            const uint16_t *list = list_of(x, w.b, w.first_head + h, tile);
-            w.tiles += steps_of_list<Tile>(list, 0, length_of(x, list), w.seq.seq_q);
-        }
+        place_keys<Tile>(w, x, smem_s);
     }
     static __device__ __forceinline__ void load(const Params &x, const BwdWork &w,
                                                 unsigned char *smem, smem_addr smem_s) {
@@ -203,6 +195,7 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
     }
     __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
                                           int warpgroup) {
+        if (!join_parts<Tile>(x, w, smem_s, [&](const auto &take) { take(this->sum, 0); })) return;
         float wild = 0; /* NaN if a gradient is NaN or inf */
 #pragma unroll
         for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) wild = fmaf(this->sum[i], 0.f, wild);
