@@ -215,6 +215,99 @@ def test_biases_of_wide_heads(dims, lengths, dtype):
                 near(x, y.cpu(), dtype)
 
 
+REPEATED = [
+    "words",
+    "ranges",
+    "columns",
+    "bias",
+    "mask and bias",
+    "keys",
+    "distance",
+    "causal distance",
+]
+HEADS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+@pytest.mark.parametrize("dims", HEADS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_fifty_calls_give_the_same_bits(kind, dims, dtype):
+    """Copies refill the stages that words of masks, biases and distances are read from. A stage that
+    is refilled too soon changes some values of some calls. Each thread block takes several tiles.
+    Columns 0 to 15 of V tell blocks of 64 keys apart, so that no error is averaged away."""
+    batch, heads, seq = 4, 16, 1000
+    leaves = [
+        draw((batch, heads if n == 0 else 4, seq, dims[n == 2]), dtype, n).cuda() for n in range(3)
+    ]
+    block = torch.arange(seq).cuda()[:, None] // 64
+    leaves[2][..., :16] = (block == torch.arange(16).cuda()).to(dtype)
+    i = torch.arange(seq)
+    window = torch.stack([(i - 200).clamp(min=70), i + 1, 0 * i, (i + 1).clamp(max=70)], -1).int()
+    end = (i // 300 * 300 + 350).int()[None, None, :, None]
+    mask = {
+        "words": lambda: gk.attn_mask_of(bools(1, 1, seq, seq).cuda()),
+        "mask and bias": lambda: gk.attn_mask_of(bools(1, 1, seq, seq).cuda()),
+        "ranges": lambda: gk.attn_mask_ranges(window.cuda(), seq),
+        "columns": lambda: gk.attn_mask_columns(end.cuda(), seq, is_causal=True),
+    }
+    given = {"attn_mask": mask[kind]()} if kind in mask else {}
+    if "bias" in kind:
+        given["bias"] = draw((1, heads, seq, seq), dtype, 9).cuda()
+    if kind == "keys":
+        given["bias"] = draw((batch, 1, 1, seq), dtype, 10).cuda()
+    if "distance" in kind:
+        given["distance_bias"] = draw((heads, 2 * seq - 1), F32, 11).cuda()
+        given["is_causal"] = kind.startswith("causal")
+    q, k, v = (x.requires_grad_() for x in leaves)
+    out = gk.flash_attn(q, k, v, **given)
+    for _ in range(50):
+        assert torch.equal(gk.flash_attn(q, k, v, **given), out)
+    wide = {
+        n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for n, x in given.items()
+    }
+    if kind == "keys":
+        wide["bias"] = wide["bias"][:1]
+    want = reference.flash_attn(*(x.detach()[:1].double() for x in (q, k, v)), **wide)
+    near(out.detach()[:1], want.cpu(), dtype)
+    # other gradients are added up in any order
+    if (
+        kind in mask
+        and not ("bias" in kind and max(dims) > 128)
+        or kind == "bias"
+        and dims[0] <= 128
+    ):
+        grad = draw(tuple(out.shape), dtype, 5).cuda()
+        first = torch.autograd.grad(out, (k, v), grad, retain_graph=True)
+        for _ in range(50):
+            again = torch.autograd.grad(out, (k, v), grad, retain_graph=True)
+            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dims", WIDE)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_of_distances_of_wide_heads(dims, dtype):
+    leaves = {
+        "q": draw((2, 4, 300, dims[0]), dtype, 0),
+        "k": draw((2, 2, 384, dims[0]), dtype, 1),
+        "v": draw((2, 2, 384, dims[1]), dtype, 2),
+        "distance_bias": draw((4, 683), F32, 3),
+    }
+    grad = draw((2, 4, 300, dims[1]), dtype, 5).cuda()
+
+    def gradients(attend, wide):
+        own = {n: (x.cuda().double() if wide else x.cuda()) for n, x in leaves.items()}
+        for x in own.values():
+            x.requires_grad_()
+        out = attend(**own, is_causal=True, diagonal=84)
+        return torch.autograd.grad(out, own.values(), grad.to(out.dtype))
+
+    limit = {BF16: 2e-2, F16: 8e-3}[dtype]
+    pairs = zip(gradients(gk.flash_attn, False), gradients(reference.flash_attn, True), strict=True)
+    for name, (x, y) in zip(leaves, pairs, strict=True):
+        assert (x.double() - y).norm() <= limit * y.norm(), name
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("window", [(90, 20), (33, -1), (7, 3)])
 @pytest.mark.parametrize("dtype", [BF16, F16])

@@ -6,14 +6,13 @@
  *
  * A block of 128 keys in a mask's list takes two steps. They share the kind of the block and its
  * words: the first step reads the low halves, the second one the high halves. The last block of
- * keys takes one step if its second half has no key. The bias comes in boxes of 64 rows x 64 keys.
+ * keys takes one step if its second half has no key. The bias comes in boxes of 64 rows x 64 keys,
+ * and the bias by distance as 192 numbers a step.
  *
  * Shared memory of head_dim 256: Q 64 KiB, two stages of K and of V 128 KiB, a bias [.., Sq, Sk] 16
  * KiB, words 4 KiB, descriptions of tiles 1 KiB: 213 of 227 KiB.
  *
- * Not handled: what flash_attn_fwd_masked_sm90a does not handle either, and a bias by distance.
- * With steps of 64 keys its results differed from run to run, and the cause was not found
- * (docs/worklog/flash_attn.md); flash_attn_fwd_scores_sm80 serves it. */
+ * Not handled: what flash_attn_fwd_masked_sm90a does not handle either. */
 #include "fwd_masked_call.cuh"
 #include "masked_tiles.h"
 
@@ -25,26 +24,32 @@ namespace {
 typedef FwdMasked<FwdHopper192v128Masked, 1, 0> Masked192v128;
 typedef FwdMasked<FwdHopper192v128Masked, 0, 1> Biased192v128;
 typedef FwdMasked<FwdHopper192v128Masked, 1, 1> MaskedBiased192v128;
+typedef FwdMasked<FwdHopper192v128Masked, 0, 3> Distance192v128;
 typedef FwdMasked<FwdHopper192Masked, 1, 0> Masked192;
 typedef FwdMasked<FwdHopper192Masked, 0, 1> Biased192;
 typedef FwdMasked<FwdHopper192Masked, 1, 1> MaskedBiased192;
 typedef FwdMasked<FwdHopper192Masked, 0, 2> Keys192;
+typedef FwdMasked<FwdHopper192Masked, 0, 3> Distance192;
 typedef FwdMasked<FwdHopper256, 1, 0> Masked256;
 typedef FwdMasked<FwdHopper256, 0, 1> Biased256;
 typedef FwdMasked<FwdHopper256, 1, 1> MaskedBiased256;
 typedef FwdMasked<FwdHopper256, 0, 2> Keys256;
+typedef FwdMasked<FwdHopper256, 0, 3> Distance256;
 
 const gk_cuda_instance instances[] = {ROWS("d192_128_mask", Masked192v128),
                                       ROWS("d192_128_bias", Biased192v128),
                                       ROWS("d192_128_mask_bias", MaskedBiased192v128),
+                                      ROWS("d192_128_distance", Distance192v128),
                                       ROWS("d192_mask", Masked192),
                                       ROWS("d192_bias", Biased192),
                                       ROWS("d192_mask_bias", MaskedBiased192),
                                       ROWS("d192_keys", Keys192),
+                                      ROWS("d192_distance", Distance192),
                                       ROWS("d256_mask", Masked256),
                                       ROWS("d256_bias", Biased256),
                                       ROWS("d256_mask_bias", MaskedBiased256),
-                                      ROWS("d256_keys", Keys256)};
+                                      ROWS("d256_keys", Keys256),
+                                      ROWS("d256_distance", Distance256)};
 
 } // namespace
 

@@ -98,10 +98,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             y.kept[1] = two.y >> 16 * half;
             y.some = ~0u;
             y.whole = 0;
-            __syncwarp();
             /* the block's other step reads the same words */
             if (half < S::STEPS - 1 && block < t.steps.blocks - 1) return y;
-            if (laneid() == 0) mbarrier_arrive(ring.empty(words_taken));
+            release_reads(ring.empty(words_taken));
             ++words_taken;
             return y;
         }
@@ -160,8 +159,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             }
         }
         if (HIDES && edge) keep_columns(w, columns);
-        __syncwarp();
-        if (laneid() == 0) mbarrier_arrive(ring.empty(biases_taken));
+        release_reads(ring.empty(biases_taken));
         ++biases_taken;
     }
     /* Turns the scores into exponents of 2, with the addends in w. */
@@ -214,8 +212,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                     if (n + 1 < N) s[4 * (n + 1) + 2 + e] = bias;
                 }
             }
-            __syncwarp();
-            if (laneid() == 0) mbarrier_arrive(ring.empty(step));
+            release_reads(ring.empty(step));
         }
     }
 
