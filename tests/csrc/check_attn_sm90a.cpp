@@ -664,26 +664,28 @@ static void check_grid() {
 /* The keys tasks of a unit have every part of a tile that is cut and every other tile once. */
 static void check_split_tasks() {
     for (int longest : {1, 31, 32, 50, 64, 1000})
-        for (int tiles_k : {1, 2, 3, 40}) {
-            const BwdSplit split = bwd_split_of(longest, tiles_k);
-            std::vector<std::vector<int>> seen(tiles_k, std::vector<int>(split.most, 0));
-            bool good = split.most <= BWD_SPLIT_PARTS && split.tiles <= tiles_k;
-            for (int task = 0; task < tiles_k + split.more_tasks(); ++task) {
-                const int rank = split.rank(task), part = split.part(task);
-                good = good && rank >= 0 && rank < tiles_k && part >= 0 && part < split.most;
-                if (good) ++seen[rank][part];
-            }
-            for (int rank = 0; rank < tiles_k; ++rank)
-                for (int part = 0; part < split.most; ++part)
-                    good = good && seen[rank][part] == (rank < split.tiles || part == 0);
-            for (int count = 0; count <= longest; ++count)
-                for (int uncut = 0; uncut <= count; ++uncut) {
-                    const int parts = split.parts(count, uncut);
-                    good = good && parts >= 1 && parts <= split.most &&
-                           (parts == 1 || count / parts >= BWD_SPLIT_LEAST);
+        for (int tiles_k : {1, 2, 3, 40})
+            for (int cut : {BWD_SPLIT_TILES, BWD_SPLIT_TILES_OF_PAIRS}) {
+                const BwdSplit split = bwd_split_of(longest, tiles_k, cut);
+                std::vector<std::vector<int>> seen(tiles_k, std::vector<int>(split.most, 0));
+                bool good =
+                    split.most <= BWD_SPLIT_PARTS && split.tiles <= tiles_k && split.tiles <= cut;
+                for (int task = 0; task < tiles_k + split.more_tasks(); ++task) {
+                    const int rank = split.rank(task), part = split.part(task);
+                    good = good && rank >= 0 && rank < tiles_k && part >= 0 && part < split.most;
+                    if (good) ++seen[rank][part];
                 }
-            check(good, "parts of tiles of keys: longest list, tiles", longest, tiles_k);
-        }
+                for (int rank = 0; rank < tiles_k; ++rank)
+                    for (int part = 0; part < split.most; ++part)
+                        good = good && seen[rank][part] == (rank < split.tiles || part == 0);
+                for (int count = 0; count <= longest; ++count)
+                    for (int uncut = 0; uncut <= count; ++uncut) {
+                        const int parts = split.parts(count, uncut);
+                        good = good && parts >= 1 && parts <= split.most &&
+                               (parts == 1 || count / parts >= BWD_SPLIT_LEAST);
+                    }
+                check(good, "parts of tiles of keys: longest list, tiles", longest, tiles_k);
+            }
 }
 
 /* Each entry of the lists of a group's heads is in one part. */

@@ -314,7 +314,8 @@ template <class Tile> bool serves_masked(const gk_flash_attn_bwd_args *a) {
 template <class Tile> BwdSplit split_of(const Bwd &g) {
     if (!ScoresOf<Tile>::MASK) return {0, 1};
     return bwd_split_of(g.p.group * gk_ceil_div(g.p.seq_q, GK_MASK_TILE),
-                        gk_ceil_div(g.p.seq_k, GK_MASK_TILE));
+                        gk_ceil_div(g.p.seq_k, GK_MASK_TILE),
+                        Tile::PAIR ? BWD_SPLIT_TILES_OF_PAIRS : BWD_SPLIT_TILES);
 }
 
 /* The workspace is that of flash_attn_bwd_sm90a. The counters of the second launch follow its

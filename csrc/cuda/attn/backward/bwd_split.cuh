@@ -18,8 +18,9 @@
  * clocks, and its sums go through memory. */
 constexpr int BWD_SPLIT_FROM = 32, BWD_SPLIT_LEAST = 8;
 /* The most tiles of a unit that are cut, and the most parts of one. Tasks without work cost about
- * 2,000 clocks each: 0.5 % of a call of 8,192 tokens. */
-constexpr int BWD_SPLIT_TILES = 2, BWD_SPLIT_PARTS = 8;
+ * 2,000 clocks each: 0.5 % of a call of 8,192 tokens. Pairs of blocks cut one tile: two were 1 to 2
+ * % slower where nothing is cut, and no faster beside a window with 64 global keys. */
+constexpr int BWD_SPLIT_TILES = 2, BWD_SPLIT_TILES_OF_PAIRS = 1, BWD_SPLIT_PARTS = 8;
 
 /* The first tiles * most keys tasks of a unit are the parts of its `tiles` longest tiles. Each
  * later task is a whole tile. most is 1 if nothing is cut. */
@@ -42,11 +43,11 @@ struct BwdSplit {
     }
 };
 
-/* longest: the most blocks that the lists of a tile may have. */
-inline BwdSplit bwd_split_of(int64_t longest, int64_t tiles_k) {
+/* longest: the most blocks that the lists of a tile may have. cut: the most tiles that are cut. */
+inline BwdSplit bwd_split_of(int64_t longest, int64_t tiles_k, int cut = BWD_SPLIT_TILES) {
     if (longest < BWD_SPLIT_FROM) return {0, 1};
     const int64_t most = longest / BWD_SPLIT_LEAST;
-    return {(int)(tiles_k < BWD_SPLIT_TILES ? tiles_k : BWD_SPLIT_TILES),
+    return {(int)(tiles_k < cut ? tiles_k : cut),
             (int)(most < BWD_SPLIT_PARTS ? most : BWD_SPLIT_PARTS)};
 }
 
