@@ -289,8 +289,13 @@ struct ScaledSwapped : OneResult {
             }
         }
 
+        /* Scales along k are read by loads, which may still wait for WGMMA when the arrival is
+         * counted. The fence makes the refill of the stage wait for them. */
         __device__ __forceinline__ void release(Block &shell) {
-            if (ALONG_K) __syncwarp();
+            if constexpr (ALONG_K) {
+                fence_proxy_async();
+                __syncwarp();
+            }
             if (releases) mbarrier_arrive(shell.ring.empty());
         }
 
