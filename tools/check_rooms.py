@@ -33,10 +33,11 @@ ROOMS = (
 # slash and end in .h.
 CSRC_INCLUDE = re.compile(
     r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\""
+    r"|GPUKERN_EPILOGUE_HEADER"  # the user's, in a library of an epilogue
 )
 OPS_INCLUDE = re.compile(
     r"<torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/[\w/]+\.h>"  # the stable ABI
-    r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"((core|formats)/)?[a-z_]+\.h\""
+    r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"((core|formats|epilogue)/)?[a-z_]+\.h\""
 )
 ROAD_AROUND_OPS = {"ctypes", "cffi", "pybind11", "triton", "cupy", "numba"}
 

@@ -14,7 +14,7 @@
 
 #include "../../tile/convert.cuh"
 #include "activation.cuh"
-#include "problem.cuh"
+#include "own_epilogue.cuh"
 
 /* Reads COLS neighbours of a row. With `vectors`, they are dense and aligned. */
 template <class S, int COLS, class W>
@@ -175,12 +175,12 @@ __device__ __forceinline__ void epilogue_bias(const GemmEpilogue &e, int64_t row
  * matrix. */
 template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
     const GemmEpilogue &e;
-    const GemmPlace &at;
+    const OwnPlace &at;
     const int64_t row0, col0;
     const int valid;
     const W *const biases;
 
-    __device__ __forceinline__ RowCols(const GemmEpilogue &epilogue, const GemmPlace &place,
+    __device__ __forceinline__ RowCols(const GemmEpilogue &epilogue, const OwnPlace &place,
                                        int64_t row, int64_t col, int inside, const W *of_cols)
         : e(epilogue), at(place), row0(row), col0(col), valid(inside), biases(of_cols) {}
     __device__ __forceinline__ W bias(int i) const { return biases[i]; }
@@ -189,7 +189,14 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
                           e.c_vectors, valid, x);
     }
     __device__ __forceinline__ void activate(W *v) const {
-        if (e.activation != GK_ACT_NONE) activate_in_place<COLS>(e.activation, v);
+        if constexpr (OWN_EPILOGUE) {
+            const int last = (int)col0 + valid - 1;
+#pragma unroll
+            for (int i = 0; i < COLS; ++i)
+                v[i] = own_finish(at, v[i], (int)row0, min((int)col0 + i, last));
+        } else if (e.activation != GK_ACT_NONE) {
+            activate_in_place<COLS>(e.activation, v);
+        }
     }
     __device__ __forceinline__ void write(bool to_preact, const W *v) const {
         if (to_preact)
@@ -205,7 +212,7 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
 /* Applies the epilogue to the sums v of COLS columns of one row, from `col` on (a multiple of
  * COLS), `valid` of them inside the matrix. */
 template <class R, int COLS, class W>
-__device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const GemmPlace &at,
+__device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const OwnPlace &at,
                                               int64_t row, int64_t col, int valid, W *v,
                                               const W *bias) {
     const RowCols<R, COLS, W> where(e, at, row, col, valid, bias);
@@ -214,8 +221,8 @@ __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const GemmP
 
 /* The same, but also reads the bias. */
 template <class R, int COLS, class W>
-__device__ __forceinline__ void epilogue_row(const GemmEpilogue &e, const GemmPlace &at,
-                                             int64_t row, int64_t col, int valid, W *v) {
+__device__ __forceinline__ void epilogue_row(const GemmEpilogue &e, const OwnPlace &at, int64_t row,
+                                             int64_t col, int valid, W *v) {
     W bias[COLS];
     epilogue_bias<R, COLS>(e, row, col, valid, bias);
     epilogue_cols<R, COLS>(e, at, row, col, valid, v, bias);

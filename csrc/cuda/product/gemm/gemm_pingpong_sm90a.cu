@@ -59,7 +59,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             const auto store = [&](auto &sums, int m) {
                 at.c[0] = tile.col;
                 at.c[1] = tile.row + m * 64 + block.warp * 16;
-                if (x.no_epilogue)
+                if (!OWN_EPILOGUE && x.no_epilogue)
                     store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
                         x, sums, staging_s, at, batch, lane);
                 else if (x.plain) /* one variant for the rest: ping-pong hides its time */
@@ -81,13 +81,13 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
 }
 
 template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static constexpr Instance of_mode[] = {
         instance_of<T, Tile, 0, gemm_pingpong_sm90a_kernel<T, Tile, 0>>(),
         instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
-    return run_instance(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, args, plan, workspace);
 }
 
 } // namespace

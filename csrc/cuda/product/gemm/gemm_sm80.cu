@@ -47,7 +47,7 @@ template <class T, class Tile, int MODE> struct Smem {
 };
 
 template <class T, class Tile, int MODE>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(GemmProblem p) {
+__global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(OwnProblem p) {
     typedef Smem<T, Tile, MODE> S;
     constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN, MT = WM / 16,
                   NT = WN / 16;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
     const int m_valid = (int)min((int64_t)BM, p.m - row0),
               n_valid = (int)min((int64_t)BN, p.n - col0);
 
-    const GemmPlace at = gemm_place(p, batch);
+    const OwnPlace at = gemm_place(p, batch);
     const Operand<T> a = {(const T *)p.a + at.a + row0 * p.a_m + k0 * p.a_k, p.a_m, p.a_k, m_valid};
     const Operand<T> b = {(const T *)p.b + at.b + col0 * p.b_n + k0 * p.b_k, p.b_n, p.b_k, n_valid};
     float sum[MT][2 * NT][4] = {};
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
 
 /* ---- 3 the launch ---------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE>
-gk_status start(const gk_context *ctx, const GemmProblem &p) {
+gk_status start(const gk_context *ctx, const OwnProblem &p) {
     const dim3 grid((unsigned)((int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch));
     return launch<gemm_sm80_kernel<T, Tile, MODE>>("gk_gemm", ctx, grid, Tile::THREADS,
                                                    Smem<T, Tile, MODE>::BYTES, p);
@@ -122,9 +122,9 @@ gk_status start(const gk_context *ctx, const GemmProblem &p) {
 
 /* FIRST: 0, or ANY for the instances that serve every alignment. */
 template <class T, class Tile, int FIRST>
-gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     const Sm80Plan &own = gk_own<Sm80Plan>(plan);
-    GemmProblem p = own.p;
+    OwnProblem p = own_problem(own.p, args);
     if (p.m == 0 || p.n == 0 || p.batch == 0) return GK_OK;
     p.partials = workspace;
     gk_status status;

@@ -69,16 +69,16 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                 at.c[0] = col;
                 at.c[1] = row + block.warp * 16;
-                if (x.no_epilogue)
+                if (!OWN_EPILOGUE && x.no_epilogue)
                     store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, TMA>(
                         x, sums, staging_s, at, batch, lane);
                 else if (x.cheap_epilogue)
                     store_panels<T, typename S::Panel, Tile::PANELS, STORE_CHEAP, TMA>(
                         x, sums, staging_s, at, batch, lane);
-                else if (x.plain || x.unaligned)
+                else if (OWN_EPILOGUE || x.plain || x.unaligned)
                     store_panels<T, typename S::Panel, Tile::PANELS, STORE_UNALIGNED, TMA>(
                         x, sums, staging_s, at, batch, lane);
-                else
+                else if constexpr (!OWN_EPILOGUE)
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s,
                                           row + block.warp * 16, p.m, col, x.across, lane);
             };
@@ -99,13 +99,13 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
 
 /* ---- the launch ------------------------------------------------------------------------------ */
 template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static constexpr Instance of_mode[] = {
         instance_of<T, Tile, 0, gemm_sm90a_kernel<T, Tile, 0>>(),
         instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
-    return run_instance(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, args, plan, workspace);
 }
 
 } // namespace

@@ -55,13 +55,13 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
 }
 
 template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static constexpr Instance of_mode[] = {
         instance_of<T, Tile, 0, gemm_swapab_sm90a_kernel<T, Tile, 0>>(),
         instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
-    return run_instance(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, args, plan, workspace);
 }
 
 } // namespace

@@ -99,11 +99,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
 }
 
 template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
     static constexpr Instance only[] = {
         instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
-    return run_instance(only, ctx, plan, workspace);
+    return run_instance(only, ctx, args, plan, workspace);
 }
 
 } // namespace

@@ -99,7 +99,7 @@ struct Params {
     /* store_any: a lane stores values of one column, because the result's rows are not dense. The
      * epilogue then has rows and columns exchanged. */
     bool across;
-    GemmProblem p;
+    OwnProblem p;
 };
 
 /* R: the narrow type of results. */

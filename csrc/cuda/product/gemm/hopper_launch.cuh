@@ -106,21 +106,21 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
-gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan,
-                       void *workspace) {
+gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const void *args,
+                       const gk_plan *plan, void *workspace) {
     const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
     const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
     Params x;
     if (own.operands.bytes == 0) {
-        x.p = own.operands.p;
+        x.p = own_problem(own.operands.p, args);
         return start(row, in, ctx, own, own.operands.x[0], own.operands.x[1], &x);
     }
     Operands o = own.operands;
     const int copies = place_copies(workspace, &o);
     const gk_status status = realign("gk_gemm", ctx, o.copies, copies);
     if (status != GK_OK) return status;
-    x.p = o.p;
+    x.p = own_problem(o.p, args);
     return start(row, in, ctx, own, o.x[0], o.x[1], &x);
 }
 

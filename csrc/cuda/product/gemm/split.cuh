@@ -26,7 +26,7 @@ __device__ __forceinline__ void write_partials(const GemmProblem &p, int split, 
 constexpr int REDUCE_THREADS = 128, REDUCE_COLS = 4;
 
 template <class T>
-__global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(GemmProblem p) {
+__global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(OwnProblem p) {
     typedef typename element<T>::acc W;
     const int64_t ld = partials_ld(p.n), quads = ld / REDUCE_COLS;
     const int64_t i = (int64_t)blockIdx.x * REDUCE_THREADS + threadIdx.x;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(GemmProblem
                                  (int)min((int64_t)REDUCE_COLS, p.n - col), sum);
 }
 
-template <class T> inline gk_status launch_reduce(const gk_context *ctx, const GemmProblem &p) {
+template <class T> inline gk_status launch_reduce(const gk_context *ctx, const OwnProblem &p) {
     const int64_t quads = p.batch * p.m * (partials_ld(p.n) / REDUCE_COLS);
     return launch<gemm_reduce_kernel<T>>(
         "gk_gemm", ctx, dim3((unsigned)gk_ceil_div(quads, REDUCE_THREADS)), REDUCE_THREADS, 0, p);

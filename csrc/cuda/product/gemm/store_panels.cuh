@@ -96,10 +96,23 @@ struct Accumulators : EveryEpilogue {
         read_c_pairs<R, PART>(x.p, gemm_place(x.p, batch).c, at.c[1], at.c[0] + 2 * i, lane, c);
     }
     __device__ __forceinline__ void activate(float *v) const {
-        if (ACTIVATED)
+        if constexpr (OWN_EPILOGUE)
+            finish_own(v);
+        else if (ACTIVATED)
             activate_16<N>(x.p.epilogue.activation, v);
         else if (STORE == STORE_CHEAP && x.p.epilogue.activation == GK_ACT_RELU)
             activate_16<N>(GK_ACT_RELU, v);
+    }
+    /* In accumulator order: a lane has two rows, and two columns of each eight. */
+    __device__ __forceinline__ void finish_own(float *v) const {
+        if constexpr (OWN_EPILOGUE) {
+            const int row = at.c[1] + lane / 4, col = at.c[0] + lane % 4 * 2;
+            const int last_row = (int)x.p.m - 1, last_col = (int)x.p.n - 1;
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                v[i] = own_finish(x.p, v[i], min(row + i / 2 % 2 * 8, last_row),
+                                  min(col + i / 4 * 8 + i % 2, last_col));
+        }
     }
     __device__ __forceinline__ void write(bool to_preact, const float *v) const {
         put_panels<R, Panel, N, TMA>(v, panels_s, lane);
