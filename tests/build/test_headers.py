@@ -59,6 +59,10 @@ def variants(header):
         return [("cc", ("-std=gnu11", *ISAS["amx_emulated"]))] if X86 else []
     if name.startswith("csrc/include/"):  # users' programs: both languages, no warning
         return [("cc", ("-std=c11", "-pedantic")), ("c++", ("-std=c++17",))]
+    if name.startswith("csrc/epilogue/"):  # with an epilogue of a user's, which is C++
+        own = ROOT / "examples" / "epilogue" / "squared_relu.h"
+        flags = (f"-I{CSRC / 'epilogue'}", "-DGPUKERN_EPILOGUE=squared_relu")
+        return [("c++", ("-std=c++17", *flags, f'-DGPUKERN_EPILOGUE_HEADER="{own}"'))]
     return [("cc", ("-std=gnu11",))]
 
 
