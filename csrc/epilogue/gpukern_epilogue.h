@@ -20,8 +20,10 @@
 
 #ifdef __CUDACC__
 #define GK_FINISH __host__ __device__ __forceinline__
+#define GK_VISIT __device__ __forceinline__
 #else
 #define GK_FINISH inline
+#define GK_VISIT inline
 #endif
 
 /* The types of members. A float is a number of the schema. The others are float32 tensors of any
@@ -44,15 +46,18 @@ struct gk_per_element { /* [M, N] */
     }
 };
 
-/* Names the members in the order of the schema. */
-#define GK_ARGUMENTS(...)                                                  \
-    static constexpr const char *argument_names() { return #__VA_ARGS__; } \
-    template <class Visitor> void arguments(Visitor &visitor) {            \
-        gk_visit_arguments(visitor, ##__VA_ARGS__);                        \
+/* Names the members in the order of the schema. arguments() calls a function with each of them. */
+#define GK_ARGUMENTS(...)                                                            \
+    static constexpr const char *argument_names() { return #__VA_ARGS__; }           \
+    template <class Visitor> GK_VISIT void arguments(const Visitor &visitor) {       \
+        gk_visit_arguments(visitor, ##__VA_ARGS__);                                  \
+    }                                                                                \
+    template <class Visitor> GK_VISIT void arguments(const Visitor &visitor) const { \
+        gk_visit_arguments(visitor, ##__VA_ARGS__);                                  \
     }
 
 template <class Visitor, class... Argument>
-inline void gk_visit_arguments(Visitor &visitor, Argument &...argument) {
+GK_VISIT void gk_visit_arguments(const Visitor &visitor, Argument &...argument) {
     (visitor(argument), ...);
 }
 

@@ -34,7 +34,7 @@ struct Schema {
         static const Schema schema;
         return schema;
     }
-    template <class Argument> void operator()(Argument &) {
+    template <class Argument> void add(const Argument &) {
         constexpr bool number = std::is_same_v<Argument, float>;
         const std::string name = name_of(Epilogue::argument_names(), arguments++);
         text += (number ? ", float " : ", Tensor ") + name;
@@ -44,7 +44,7 @@ struct Schema {
   private:
     Schema() {
         Epilogue own{};
-        own.arguments(*this);
+        own.arguments([this](const auto &argument) { add(argument); });
     }
 };
 

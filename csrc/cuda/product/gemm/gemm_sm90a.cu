@@ -44,7 +44,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         block.produce();
     } else {
         if (Tile::WGS > 1) setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
-        const GemmProblem &p = x.p;
+        const OwnProblem &p = x.p;
         float sum[1][Tile::BN / 2];
         unsigned exchange_parity = 0, batch = 0;
         const int row0 = Tile::WGS > 1 ? block.warpgroup * 64 : 0;
@@ -55,6 +55,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
             prefetch_epilogue(p.epilogue);
             if (x.plain) prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+            own_prefetch<S::COLS>(p, tile.row + row0 + block.warp * 16,
+                                  tile.col + block.part * S::COLS, block.lane);
             if (TMA && !x.across) /* in small tiles its loop would cost every step 5 instructions */
                 prefetch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
                                     tile.col + block.part * S::COLS, block.lane);

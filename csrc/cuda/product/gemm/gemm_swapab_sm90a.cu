@@ -23,7 +23,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
     if (block.warpgroup == Tile::WGS) {
         block.produce();
     } else {
-        const GemmProblem &p = x.p;
+        const OwnProblem &p = x.p;
         float sum[1][Tile::BN / 2];
         unsigned exchange_parity = 0, batch = 0;
         coord tile = {};

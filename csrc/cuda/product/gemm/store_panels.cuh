@@ -78,6 +78,7 @@ struct Accumulators : EveryEpilogue {
                                             const tma_at &place, unsigned entry, int of_warp)
         : x(call), panels_s(panels), at(place), batch(entry), lane(of_warp) {}
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
+        if constexpr (OWN_EPILOGUE) return;             /* it has neither */
         if (STORE != STORE_SUMS && x.p.epilogue.bias) { /* a branch: adding 0 turns -0 into +0 */
 #pragma unroll
             for (int j = 0; j < N; j += PART) {

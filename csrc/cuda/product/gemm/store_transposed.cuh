@@ -42,7 +42,7 @@ template <class R> struct SumsChunk : EveryEpilogue {
 /* Stores a warpgroup's 64 rows as columns of the result, and its COLS columns as rows. no_epilogue:
  * the epilogue only multiplies by alpha, and rows are whole 16-byte chunks. */
 template <class R, int COLS, int LD>
-__device__ __forceinline__ void store_transposed(const GemmProblem &p, const GemmPlace &at,
+__device__ __forceinline__ void store_transposed(const GemmProblem &p, const OwnPlace &at,
                                                  const float (&sum)[COLS / 2], float *staging,
                                                  int row0, int col0, bool no_epilogue, bool keep) {
     static_assert(wgmma_transposed_ways(LD) == 1, "the lanes' sums fall into 32 banks");
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_transposed(const GemmProblem &p, const Gem
         float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
         if (row < p.n && valid > 0) leave(row, col, valid, v);
     };
-    if (no_epilogue) {
+    if (!OWN_EPILOGUE && no_epilogue) {
         const float alpha = (float)e.alpha;
 #pragma unroll
         for (int i = 0; i < COLS * 8; i += 128)
