@@ -40,6 +40,15 @@ __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }
 __device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+/* BYTES, 8 or 16, in whole words */
+template <int BYTES> struct WordsOf {
+    typedef uint4 type;
+};
+template <> struct WordsOf<8> {
+    typedef uint2 type;
+};
+template <int BYTES> using BitsOf = typename WordsOf<BYTES>::type;
+
 template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     typedef decltype(wide(T())) Wide;
     static constexpr int VEC = sizeof(T) > 4 ? 2 : 4; /* elements of a load */
@@ -85,8 +94,12 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     /* ---- loads ------------------------------------------------------------------------------- */
-    struct Vec {
+    /* Moved as whole words. Values of 16 bits would be taken apart as soon as they come, which
+     * waits for the load. */
+    union Vec {
+        BitsOf<VEC_BYTES> bits;
         T v[VEC];
+        __device__ __forceinline__ Vec() : bits() {}
     };
     template <class E> struct alignas(VEC * sizeof(E)) Loaded {
         E v[VEC];
@@ -110,8 +123,16 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     __device__ __forceinline__ Vec load(int j) const {
-        Vec x = {};
-        if (j < vectors) load_into(x.v, logits, j, true);
+        Vec x;
+        if (j >= vectors) return x;
+        const int first = j * VEC - shift;
+        if (first >= 0 && first + VEC <= p.v) {
+            x.bits = *(const BitsOf<VEC_BYTES> *)(logits + first);
+            return x;
+        }
+#pragma unroll
+        for (int e = 0; e < VEC; ++e)
+            if (first + e >= 0 && first + e < p.v) x.v[e] = logits[first + e];
         return x;
     }
 
@@ -278,17 +299,17 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     __device__ __forceinline__ Best<double> best_penalised() {
         struct Counted {
             Vec logits;
-            int count[VEC];
-            uint32_t marks; /* a byte for each element */
+            int count[VEC] = {};
+            uint32_t marks = 0; /* a byte for each element */
         };
         const int32_t *counts = p.counts + s.slot * p.counts_stride;
         const uint8_t *prompt = p.prompt ? p.prompt + s.slot * p.prompt_stride : NULL;
         const bool counts_aligned = (uintptr_t)(counts - shift) % (4 * VEC) == 0;
         const bool prompt_aligned = (uintptr_t)(prompt - shift) % VEC == 0;
         const auto load_counted = [&](int j) {
-            Counted x = {};
+            Counted x;
             if (j >= vectors) return x;
-            load_into(x.logits.v, logits, j, true);
+            x.logits = load(j);
             load_into(x.count, counts, j, counts_aligned);
             if (!prompt) return x;
             const int first = token_of(j, 0);
@@ -778,7 +799,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             int c = warp, i = 0, next_c = warp, next_i = 0;
             const auto load_next = [&]() {
                 const Vec x =
-                    next_c < chunks ? load((next_c * each_lane + next_i) * 32 + lane) : Vec{};
+                    load(next_c < chunks ? (next_c * each_lane + next_i) * 32 + lane : INT32_MAX);
                 if (++next_i == each_lane) {
                     next_i = 0;
                     next_c += WARPS;
