@@ -280,6 +280,48 @@ def test_norms_of_many_rows(rows, n, dtype):
     assert all(map(same_bits, once, twice))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("n", (1032, 2048, 4096, 8192, 12808, 16384))
+def test_layer_norm_of_many_rows_far_from_the_mean(n, dtype):
+    """More rows than the kernel for decoding takes; the first values are far from the others."""
+    gen = generator("many rows far", n, str(dtype))
+    x, w, b = (randn(gen, *shape, device="cuda") for shape in ((530, n), (n,), (n,)))
+    x[::2, :1] = 200
+    x[::5, :8] *= 30
+    x[1::7, :40] = -100
+    x[100:] += 30
+    leaves = [t.to(dtype) for t in (x, w, b)]
+    judged(
+        lambda x, w, b: gk.layer_norm(x, w, b), lambda x, w, b: F.layer_norm(x, (n,), w, b), leaves
+    )
+    judged(lambda x: gk.layer_norm(x), lambda x: F.layer_norm(x, (n,)), leaves[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("n", (1032, 4096, 16384))
+def test_norms_of_many_rows_equal_or_no_numbers(n, dtype):
+    gen = generator("many rows equal", n, str(dtype))
+    equal = (1000 * randn(gen, 530, 1, device="cuda")).to(dtype).expand(530, n)
+    assert (gk.layer_norm(equal.contiguous()) == 0).all()
+    x, w = randn(gen, 530, n, dtype=dtype, device="cuda"), randn(gen, n, dtype=dtype, device="cuda")
+    wild = x.clone()
+    wild[3, n - 1], wild[500, 0], wild[501, 77] = torch.nan, torch.inf, -torch.inf
+    others = torch.ones(530, dtype=torch.bool, device="cuda")
+    others[[3, 500, 501]] = False
+    for fn, theirs in (
+        (lambda x: gk.layer_norm(x, w), lambda x: F.layer_norm(x, (n,), w)),
+        (lambda x: gk.rms_norm(x, w, eps=1e-5), lambda x: F.rms_norm(x, (n,), w, 1e-5)),
+    ):
+        assert same_bits(fn(wild)[others], fn(x)[others])
+        assert torch.equal(fn(wild)[~others].isnan(), theirs(wild)[~others].isnan())
+        # rows that lie apart
+        wide = torch.zeros(530, n + 8, dtype=dtype, device="cuda")
+        wide[:, :n] = x
+        assert same_bits(fn(wide[:, :n]), fn(x))
+
+
 def test_gradients_of_weights_of_numbers_of_one_sign(device):
     """Sums over rows are float32; bfloat16 sums would stop growing at 256."""
     x = torch.rand(5000, 64, device=device).bfloat16() + 1
@@ -414,6 +456,36 @@ def test_gated_units(n, dtype, device):
         (out,) = judged(ours, statement(activation), (gate, up))
         assert same_bits(ours(both), out)
         judged(ours, lambda x, f=activation: statement(f)(x[..., :n], x[..., n:]), (both,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("rows, n", ((4111, 2056), (1100, 14336), (300_000, 40)))
+def test_gated_units_of_many_rows(rows, n, dtype):
+    """Large calls divide the number of a vector by those of a row, here also by odd numbers. Rows
+    of an operand may lie apart, and each at another distance."""
+    gen = generator("many gates", n, str(dtype))
+    both = 2 * randn(gen, rows, 2 * n, dtype=dtype, device="cuda")
+    both[rows // 2, n // 2], both[rows - 1, n - 1] = torch.nan, -torch.inf
+    gate, up = both[:, :n].contiguous(), both[:, n:]
+    apart = torch.zeros(rows, n + 24, dtype=dtype, device="cuda")[:, 16 : n + 16]
+    apart.copy_(gate)
+    for ours, activation in (
+        (gk.swiglu, F.silu),
+        (gk.geglu, F.gelu),
+        (
+            lambda g, u=None: gk.geglu(g, u, approximate="tanh"),
+            lambda x: F.gelu(x, approximate="tanh"),
+        ),
+    ):
+        out = ours(both)
+        want = (activation(gate.double()) * up.double()).to(dtype)
+        assert torch.equal(out.isnan(), want.isnan())
+        error = (out.double() - want.double()).nan_to_num(0).abs()
+        limit = 2 * torch.finfo(dtype).eps * want.double().nan_to_num(0).abs() + 1e-5
+        assert (error <= limit).all(), (error - limit).max()
+        assert same_bits(ours(gate, up), out) and same_bits(ours(apart, up), out)
+        assert same_bits(ours(both[-9:]), out[-9:])
 
 
 @pytest.mark.parametrize("approximate", (None, "none", "tanh"), ids=str)

@@ -8,7 +8,8 @@
  * glu_sm90a.cu instantiate the kernel.
  *
  * Work split: a thread takes 16-byte vectors of rows. If rows are not whole vectors that start at
- * multiples of 16 bytes, it takes one element. No workspace. Memory bandwidth bounds the time.
+ * multiples of 16 bytes, it takes one element. Forward of 16 bits has a kernel of its own for rows
+ * that lie at one stride. No workspace. Memory bandwidth bounds the time.
  * act(-inf) is NaN in both, as in PyTorch. */
 #ifndef GPUKERN_CUDA_ROWS_GLU_CUH
 #define GPUKERN_CUDA_ROWS_GLU_CUH
@@ -114,9 +115,86 @@ __global__ void __launch_bounds__(GLU_THREADS) glu_kernel(GluParams p) {
     }
 }
 
+/* ---- forward of flat rows of 16 bits ---------------------------------------------------------- */
+/* The leading dimensions of all tensors were merged into one. A thread has one vector of gate and
+ * of up, in 32 registers, so that an SM is full of threads and blocks end one by one: while a block
+ * computes and stores, others load. */
+constexpr int GLU_FLAT_THREADS = 128;
+
+struct GluFlatParams {
+    const void *gate, *up;
+    void *out;
+    int64_t gate_stride, up_stride, out_stride; /* of rows, in elements */
+    uint32_t total, each;                       /* vectors: of all rows, of a row */
+    uint32_t multiplier, shift;                 /* glu_row_of divides by each */
+    gk_activation activation;
+};
+
+/* i / each for i < 2^31 (Granlund and Montgomery 1994): ceil(2^32 2^shift / each) - 2^32 is the
+ * multiplier, with 2^shift >= each. */
+inline void glu_set_divisor(GluFlatParams &p) {
+    p.shift = 0;
+    while (((uint64_t)1 << p.shift) < p.each) ++p.shift;
+    p.multiplier = (uint32_t)((((((uint64_t)1 << p.shift) - p.each) << 32) / p.each) + 1);
+}
+__device__ __forceinline__ uint32_t glu_row_of(const GluFlatParams &p, uint32_t i) {
+    return (__umulhi(i, p.multiplier) + i) >> p.shift;
+}
+
+/* Values stay in words of two. As single 16-bit values the compiler keeps each in a register of its
+ * own, 58 registers instead of 32. */
+template <class T> __device__ __forceinline__ uint32_t glu_up_2(float x, float y, uint32_t up) {
+    const float2 by = unpack2<T>(up);
+    return pack2<T>(x * by.x, y * by.y);
+}
+template <class T>
+__device__ __forceinline__ uint4 glu_vector(gk_activation activation, uint4 gate, uint4 up) {
+    const float2 a = unpack2<T>(gate.x), b = unpack2<T>(gate.y), c = unpack2<T>(gate.z),
+                 d = unpack2<T>(gate.w);
+    float x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+    const unsigned lowest = act_lowest(x);
+    activate_16<8>(activation, x);
+    act_put_nan(activation, lowest, x);
+    return make_uint4(glu_up_2<T>(x[0], x[1], up.x), glu_up_2<T>(x[2], x[3], up.y),
+                      glu_up_2<T>(x[4], x[5], up.z), glu_up_2<T>(x[6], x[7], up.w));
+}
+
+template <class T, class Begins>
+__global__ void __launch_bounds__(GLU_FLAT_THREADS, ROW_SM_THREADS / GLU_FLAT_THREADS)
+    glu_flat_kernel(GluFlatParams p) {
+    const uint32_t i = blockIdx.x * GLU_FLAT_THREADS + threadIdx.x, row = glu_row_of(p, i);
+    const int64_t at = (int64_t)(i - row * p.each) * row_vec<T>;
+    Begins::begin();
+    if (i >= p.total) return;
+    const uint4 gate = *(const uint4 *)((const T *)p.gate + row * p.gate_stride + at);
+    const uint4 up = *(const uint4 *)((const T *)p.up + row * p.up_stride + at);
+    st_global_128((T *)p.out + row * p.out_stride + at, glu_vector<T>(p.activation, gate, up));
+}
+
+/* Launches glu_flat_kernel for whole vectors, or returns false. */
+template <class T, class Begins>
+bool glu_run_flat(const gk_context *ctx, const GluParams &p, gk_status &status) {
+    const int64_t total = p.rows * (p.n / row_vec<T>);
+    if (p.gate.ndim != 1 || p.up.ndim != 1 || p.out.ndim != 1) return false;
+    if (total < 1 || total > INT32_MAX - GLU_FLAT_THREADS) return false;
+    GluFlatParams flat = {
+        p.gate.data,    p.up.data,       p.out.data,      p.gate.stride[0],
+        p.up.stride[0], p.out.stride[0], (uint32_t)total, (uint32_t)(p.n / row_vec<T>)};
+    flat.activation = p.activation;
+    glu_set_divisor(flat);
+    const dim3 grid((unsigned)gk_ceil_div(total, GLU_FLAT_THREADS));
+    status = launch<glu_flat_kernel<T, Begins>>("gk_glu_fwd", ctx, grid, GLU_FLAT_THREADS, 0, flat,
+                                                Begins::overlaps);
+    return true;
+}
+
 template <class T, bool BACKWARD, class Begins>
 gk_status glu_run(const gk_context *ctx, const GluParams &p, bool vectors) {
     constexpr int V = row_vec<T>;
+    if constexpr (!BACKWARD && sizeof(T) == 2) {
+        gk_status status;
+        if (vectors && glu_run_flat<T, Begins>(ctx, p, status)) return status;
+    }
     const int64_t total = p.rows * p.n / (vectors ? V : 1);
     const int many = vectors ? glu_many<T, V, Begins> : 1;
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(total, GLU_THREADS * many), 1 << 20));
