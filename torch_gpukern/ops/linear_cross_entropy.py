@@ -249,11 +249,16 @@ def _flat(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
 
 
-def _scalar_kernel(x, weight, target, bias, reduction, need_x, need_weight, need_bias, **rules):
-    rules = chunks.Rules(**rules)
-    _check(x, weight, target, bias, **rules._asdict())
+def _checked(x, weight, target, bias, rules: dict) -> tuple[chunks.Rules, Tensor, Tensor]:
+    """Checks a forward op's arguments. Returns its rules, x [M, H] and target [M]."""
+    _check(x, weight, target, bias, **rules)
     flat, classes = _flat(x, target)
-    _check_targets(classes, weight.shape[0], rules.ignore_index)
+    _check_targets(classes, weight.shape[0], rules["ignore_index"])
+    return chunks.Rules(**rules), flat, classes
+
+
+def _scalar_kernel(x, weight, target, bias, reduction, need_x, need_weight, need_bias, **rules):
+    rules, flat, classes = _checked(x, weight, target, bias, rules)
     loss, dx, kept, dbias = chunks.scalar(
         flat, weight, classes, bias, rules, need_x, need_weight, need_bias and bias is not None
     )
@@ -275,10 +280,7 @@ def _scalar_bwd_kernel(grad_loss, factor, dx, kept, dbias, x, fp32_precision):
 
 
 def _rows_kernel(x, weight, target, bias, **rules):
-    rules = chunks.Rules(**rules)
-    _check(x, weight, target, bias, **rules._asdict())
-    flat, classes = _flat(x, target)
-    _check_targets(classes, weight.shape[0], rules.ignore_index)
+    rules, flat, classes = _checked(x, weight, target, bias, rules)
     return tuple(r.view(target.shape) for r in chunks.rows(flat, weight, classes, bias, rules))
 
 
@@ -290,6 +292,26 @@ def _rows_bwd_kernel(
     of_rows = grad_loss.reshape(-1), flat, weight, classes, lse.reshape(-1), bias
     dx, dweight, dbias = chunks.rows_backward(*of_rows, chunks.Rules(**rules), *needs)
     return dx.view(x.shape) if need_x else dx, dweight, dbias
+
+
+def _kept_kernel(x, weight, target, bias, **rules):
+    rules, flat, classes = _checked(x, weight, target, bias, rules)
+    loss, lse, kept = chunks.rows_and_gradient(flat, weight, classes, bias, rules)
+    return loss.view(target.shape), lse.view(target.shape), kept
+
+
+def _kept_bwd_kernel(
+    grad_loss, kept, x, weight, target, lse, bias, need_x, need_weight, need_bias, **rules
+):
+    flat, classes = _flat(x, target)
+    rules, needs = chunks.Rules(**rules), (need_x, need_weight, need_bias)
+    grad = grad_loss.reshape(-1)
+    if kept.shape[0] < flat.shape[0]:
+        of_rows = grad, flat, weight, classes, lse.reshape(-1), bias
+        grads = chunks.rows_backward(*of_rows, rules, *needs)
+    else:
+        grads = chunks.kept_rows_backward(grad, kept, flat, weight, rules, *needs)
+    return grads[0].view(x.shape) if need_x else grads[0], *grads[1:]
 
 
 library.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
@@ -328,6 +350,11 @@ def _rows_bwd_fake(x, weight, need_x, need_weight, need_bias, **_):
     return tuple(x.new_empty(shape if needed else 0) for shape, needed in shapes)
 
 
+def _kept_fake(x, weight, target, **rules):
+    loss, lse = _rows_fake(x, weight, target, **rules)
+    return loss, lse, x.new_empty(chunks.all_rows(x, target.numel()), weight.shape[0])
+
+
 # ---- gradients -----------------------------------------------------------------------------------
 
 
@@ -349,37 +376,7 @@ def _rows_backward(needs, grad_loss, grad_lse, **kept):
     # only direct callers of the op get lse; torch.func passes zeros for its gradient
     if grad_lse is not None and grad_loss is not None:
         raise NotImplementedError(f"{_NAME}: lse has no gradient")
-    wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
-    dx, dweight, dbias = _rows_bwd.call_named(**kept, **wanted, grad_loss=grad_loss)
-    return {"x": dx, "weight": dweight, "bias": dbias}
-
-
-def _kept_kernel(x, weight, target, bias, **rules):
-    rules = chunks.Rules(**rules)
-    _check(x, weight, target, bias, **rules._asdict())
-    flat, classes = _flat(x, target)
-    _check_targets(classes, weight.shape[0], rules.ignore_index)
-    loss, lse, kept = chunks.rows_and_gradient(flat, weight, classes, bias, rules)
-    return loss.view(target.shape), lse.view(target.shape), kept
-
-
-def _kept_bwd_kernel(
-    grad_loss, kept, x, weight, target, lse, bias, need_x, need_weight, need_bias, **rules
-):
-    flat, classes = _flat(x, target)
-    rules, needs = chunks.Rules(**rules), (need_x, need_weight, need_bias)
-    grad = grad_loss.reshape(-1)
-    if kept.shape[0] < flat.shape[0]:
-        of_rows = grad, flat, weight, classes, lse.reshape(-1), bias
-        grads = chunks.rows_backward(*of_rows, rules, *needs)
-    else:
-        grads = chunks.kept_rows_backward(grad, kept, flat, weight, rules, *needs)
-    return grads[0].view(x.shape) if need_x else grads[0], *grads[1:]
-
-
-def _kept_fake(x, weight, target, **rules):
-    loss, lse = _rows_fake(x, weight, target, **rules)
-    return loss, lse, x.new_empty(chunks.all_rows(x, target.numel()), weight.shape[0])
+    return _gradients(_rows_bwd, needs, grad_loss, kept)
 
 
 def _kept_save(needs, args, loss, lse, kept):
@@ -389,9 +386,17 @@ def _kept_save(needs, args, loss, lse, kept):
 def _kept_backward(needs, grad_loss, grad_lse, grad_kept, **kept):
     if grad_lse is not None or grad_kept is not None:
         raise NotImplementedError(f"{_NAME}: it is not twice differentiable")
+    return _gradients(_kept_bwd, needs, grad_loss, kept)
+
+
+def _gradients(bwd, needs, grad_loss: Tensor, kept: dict) -> dict[str, Tensor]:
+    """Of x, weight and bias, by the op bwd."""
     wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
-    dx, dweight, dbias = _kept_bwd.call_named(**kept, **wanted, grad_loss=grad_loss)
+    dx, dweight, dbias = bwd.call_named(**kept, **wanted, grad_loss=grad_loss)
     return {"x": dx, "weight": dweight, "bias": dbias}
+
+
+# ---- declarations --------------------------------------------------------------------------------
 
 
 def _flops(times: int):
@@ -401,58 +406,54 @@ def _flops(times: int):
     return flops
 
 
-_scalar_bwd = define_op(
-    "linear_cross_entropy_bwd",
-    kernel=_scalar_bwd_kernel,
-    symbolic=_scalar_bwd_fake,
-    refuse="linear_cross_entropy: it is not twice differentiable",
-)
-_scalar = define_op(
-    "linear_cross_entropy_fwd",
+def _define_bwd(name: str, **how):
+    """An op that computes gradients and has none."""
+    refuse = f"{_NAME.split('::')[1]}: it is not twice differentiable"
+    return define_op(f"linear_cross_entropy_{name}", refuse=refuse, **how)
+
+
+def _define_fwd(name: str, **how):
+    op = define_op(
+        f"linear_cross_entropy_{name}",
+        without_gradient=("class_weight",),
+        autocast=("x", "weight", "bias"),
+        flops=_flops(1),
+        **how,
+    )
+    op.said = _NAME
+    return op
+
+
+_OF_ROWS = "x", "weight", "target", "bias", "class_weight", "lse"
+_scalar_bwd = _define_bwd("bwd", kernel=_scalar_bwd_kernel, symbolic=_scalar_bwd_fake)
+_scalar = _define_fwd(
+    "fwd",
     kernel=_scalar_kernel,
     symbolic=_scalar_fake,
     save=_scalar_save,
     saved=("factor", "dx", "kept", "dbias", "x"),
     backward=_scalar_backward,
-    without_gradient=("class_weight",),
-    autocast=("x", "weight", "bias"),
-    flops=_flops(1),
 )
-_kept_bwd = define_op(
-    "linear_cross_entropy_kept_bwd",
-    kernel=_kept_bwd_kernel,
-    symbolic=_rows_bwd_fake,
-    refuse="linear_cross_entropy: it is not twice differentiable",
-    flops=_flops(0),
+_kept_bwd = _define_bwd(
+    "kept_bwd", kernel=_kept_bwd_kernel, symbolic=_rows_bwd_fake, flops=_flops(0)
 )
-_kept = define_op(
-    "linear_cross_entropy_kept",
+_kept = _define_fwd(
+    "kept",
     kernel=_kept_kernel,
     symbolic=_kept_fake,
     save=_kept_save,
-    saved=("x", "weight", "target", "bias", "class_weight", "lse", "kept"),
+    saved=(*_OF_ROWS, "kept"),
     backward=_kept_backward,
-    without_gradient=("class_weight",),
-    autocast=("x", "weight", "bias"),
-    flops=_flops(1),
 )
-_rows_bwd = define_op(
-    "linear_cross_entropy_rows_bwd",
-    kernel=_rows_bwd_kernel,
-    symbolic=_rows_bwd_fake,
-    refuse="linear_cross_entropy: it is not twice differentiable",
-    flops=_flops(1),
+_rows_bwd = _define_bwd(
+    "rows_bwd", kernel=_rows_bwd_kernel, symbolic=_rows_bwd_fake, flops=_flops(1)
 )
-_rows = define_op(
-    "linear_cross_entropy_rows",
+_rows = _define_fwd(
+    "rows",
     kernel=_rows_kernel,
     symbolic=_rows_fake,
     save=_rows_save,
-    saved=("x", "weight", "target", "bias", "class_weight", "lse"),
+    saved=_OF_ROWS,
     backward=_rows_backward,
-    without_gradient=("class_weight",),
-    autocast=("x", "weight", "bias"),
-    flops=_flops(1),
 )
-_scalar.said = _rows.said = _kept.said = _NAME
 hide_unknown(linear_cross_entropy)
