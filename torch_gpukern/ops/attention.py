@@ -263,8 +263,8 @@ def declare(
     flops: Callable,
     bwd_flops: Callable,
     fold: Callable,
-) -> Op:
-    """Declares the op `name` and its backward."""
+) -> tuple[Op, Op]:
+    """Declares the op `name` and its backward, and returns both."""
     bwd = define_op(
         f"{name}_bwd",
         symbolic=bwd_symbolic,
@@ -272,7 +272,7 @@ def declare(
         flops=bwd_flops,
         fold=fold,
     )
-    return define_op(
+    op = define_op(
         name,
         public=public,
         symbolic=symbolic,
@@ -283,3 +283,4 @@ def declare(
         fold=fold,
         whole_sequences=True,
     )
+    return op, bwd

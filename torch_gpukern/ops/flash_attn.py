@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from . import attention, fakes
+from .._library import are_deterministic
+from . import attention, fakes, gradients
 from .attn_dropout import seed_of
 from .flash_attn_fp8 import FP8, Coded, declare, refuse_dropout, refuse_scales, symbolic
 from .flash_attn_masked import Scored, refuse_scores, scores_of
@@ -234,7 +235,7 @@ _flops, _bwd_flops = attention.flops_of(_pairs)
 
 # ---- declarations --------------------------------------------------------------------------------
 
-_flash_attn = attention.declare(
+_flash_attn, _flash_attn_bwd = attention.declare(
     "flash_attn",
     flash_attn,
     _symbolic,
@@ -245,3 +246,39 @@ _flash_attn = attention.declare(
 )
 _flash_attn_fp8 = declare("flash_attn", symbolic, _flops)
 _flash_attn_masked = declare_masked(_flops, _bwd_flops)
+
+
+# ---- q, k and v, and at most is_causal and scale --------------------------------------------------
+
+
+def _forward_of_three(ctx, q, k, v, *how):
+    out, lse = _flash_attn.all.below(q, k, v, *how)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.how = how
+    return out
+
+
+def _gradients_of_three(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    tensors, how = ctx.saved_tensors, ctx.how
+    if are_deterministic() or gradients.seen((grad, *tensors)):
+        given = dict(zip(("q", "k", "v", "out", "lse"), tensors, strict=True))
+        given |= dict(zip(("is_causal", "scale"), how))
+        grads = _flash_attn_bwd.call_named(
+            grad_out=grad, **given, deterministic=are_deterministic()
+        )
+    else:
+        no_lse = (None,) if how else ()  # defaults are not handed on
+        grads = _flash_attn_bwd.below(grad, *tensors, *no_lse, *how)
+    made = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3])]
+    return (*made, *(None,) * len(how))
+
+
+_of_three = gradients.written_out("flash_attn", _forward_of_three, _gradients_of_three)
+_of_any = _flash_attn.differentiate
+
+
+def _differentiate(*args):
+    return _of_three(*args) if len(args) <= 5 else _of_any(*args)
+
+
+_flash_attn.differentiate = _differentiate

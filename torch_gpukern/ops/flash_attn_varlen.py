@@ -183,7 +183,7 @@ _flops, _bwd_flops = attention.flops_of(_pairs)
 
 # ---- declarations --------------------------------------------------------------------------------
 
-_flash_attn_varlen = attention.declare(
+_flash_attn_varlen, _ = attention.declare(
     "flash_attn_varlen",
     flash_attn_varlen,
     _symbolic,

@@ -7,18 +7,9 @@ from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from .._library import (
-    NAMESPACE,
-    any_autocast,
-    below_autocast,
-    below_autograd,
-    has_torch_function,
-    is_grad_enabled,
-    traced,
-)
-from . import batching, fakes, parallel
+from .._library import NAMESPACE
+from . import batching, fakes, gradients, parallel
 from .define import define_op, is_transposed
 from .keywords import refuse_unknown
 
@@ -324,37 +315,17 @@ _gemm_act_bwd = define_op(
 # ---- two matrices and no other argument ----------------------------------------------------------
 
 
-class _OfTwo(Function):
-    """a @ b of two matrices. It is the general Function (gradients.py) written out: without its
-    look-ups by name, forward and backward of small matrices take 0.84 of the host time
-    (docs/worklog/host_time.md)."""
-
-    @staticmethod
-    def forward(ctx, a, b):  # type: ignore[override]
-        need_a, need_b = ctx.needs_input_grad
-        ctx.save_for_backward(a if need_b else None, b if need_a else None)
-        ctx.transposed = need_b and is_transposed(b)
-        guard = below_autograd()
-        try:
-            return _gemm.unguarded(a, b)
-        finally:
-            del guard
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        if grad is None:
-            return None, None
-        if any_autocast():
-            with below_autocast():
-                return _gradients_of_two(ctx, grad)
-        return _gradients_of_two(ctx, grad)
+def _forward_of_two(ctx, a: Tensor, b: Tensor) -> Tensor:
+    need_a, need_b = ctx.needs_input_grad
+    ctx.save_for_backward(a if need_b else None, b if need_a else None)
+    ctx.transposed = need_b and is_transposed(b)
+    return _gemm.below(a, b)
 
 
 def _gradients_of_two(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     a, b = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad
-    seen = is_grad_enabled() or traced() or has_torch_function((grad, a, b))
-    product = _seen_product if seen else _gemm.below
+    product = _seen_product if gradients.seen((grad, a, b)) else _gemm.below
     da = product(grad, b.mT) if need_a else None
     if not need_b:
         return da, None
@@ -368,7 +339,7 @@ def _seen_product(a: Tensor, b: Tensor) -> Tensor:
     return _gemm.call_named(a=a, b=b)
 
 
-_of_two = super(Function, _OfTwo).apply  # as gradients._apply_of
+_of_two = gradients.written_out("gemm", _forward_of_two, _gradients_of_two)
 _of_any = _gemm.differentiate
 
 

@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from .._library import NAMESPACE, any_autocast, below_autocast
+from .._library import (
+    NAMESPACE,
+    any_autocast,
+    below_autocast,
+    has_torch_function,
+    is_grad_enabled,
+    traced,
+)
 from .op import Op
 
 
@@ -234,6 +241,32 @@ def _apply_of(function: type[Function]) -> Callable:
     """function.apply without the 5 us in which torch prepares for torch.func. This form does not
     serve torch.func."""
     return super(Function, function).apply
+
+
+def written_out(name: str, forward: Callable, gradients: Callable) -> Callable:
+    """`differentiate` for the most frequent calls of an op, without the look-ups by name above:
+    forward and backward of small tensors take 0.85 of the host time (docs/worklog/host_time.md).
+
+    ``forward(ctx, *args)`` is that of the Function, below autograd. ``gradients(ctx, grad)`` returns
+    the gradients of args for that of the first result, which is not None; autocast is off. The
+    other results have no gradient.
+    """
+
+    def backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if any_autocast():
+            with below_autocast():
+                return gradients(ctx, grad)
+        return gradients(ctx, grad)
+
+    return _apply_of(_function(name, forward=forward, backward=backward))
+
+
+def seen(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a second derivative, a compiler, a mode or a subclass may see what a backward calls.
+    If not, the backward may call ops below autograd."""
+    return is_grad_enabled() or traced() or has_torch_function(tensors)
 
 
 # ---- no gradients --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import autocast, batching
+from . import autocast, batching, gradients
 from .define import define_op
 from .keywords import number, refuse_unknown
 from .op import Op
@@ -160,7 +160,7 @@ def _declare(public: Callable) -> Op:
         )
         return {"x": dx, "residual": dx, "weight": dweight, "bias": dbias}
 
-    return define_op(
+    op = define_op(
         name,
         public=public,
         symbolic=_symbolic,
@@ -170,6 +170,35 @@ def _declare(public: Callable) -> Op:
         autocast=autocast.widest("x", "residual", vectors=("weight", "bias")),
         fold=batching.rows("x", "residual", empty={"sum": lambda given: given["residual"] is None}),
     )
+    of_rows, of_any = _of_rows(op, bwd), op.differentiate
+    op.differentiate = lambda *args: (
+        of_rows(*args) if len(args) < 4 or args[3] is None else of_any(*args)
+    )
+    return op
+
+
+def _of_rows(op: Op, bwd: Op) -> Callable:
+    """A norm without residual."""
+
+    def forward(ctx, *args):
+        out, h = op.below(*args)
+        x, weight, bias, _, *how = (*args, *op.defaults[len(args) :])
+        ctx.save_for_backward(x, weight)
+        ctx.how = (*how, bias is not None and bias.dtype is torch.float32)
+        ctx.mark_non_differentiable(h)  # it is empty
+        ctx.set_materialize_grads(False)
+        return out, h
+
+    def gradients_of_rows(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs = (*ctx.needs_input_grad, False, False)[:3]
+        eps, weight_offset, wide_bias = ctx.how
+        call = bwd.call if gradients.seen((grad, x, weight)) else bwd.below
+        grads = call(grad, x, weight, None, eps, weight_offset, needs[1], needs[2], wide_bias)
+        made = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+        return (*made, None, None, None)[: len(ctx.needs_input_grad)]
+
+    return gradients.written_out(op.name, forward, gradients_of_rows)
 
 
 _rms_norm = _declare(rms_norm)
