@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* glu_sm90a: gated linear units (glu.cuh) for small results, as in decoding. Its launch overlaps
- * the kernels before and after it (begins_sm90a.cuh). Serves gk_glu_fwd in bfloat16 and float16, if
- * rows are whole 16-byte vectors; glu serves the other calls. */
+/* glu_sm90a: gated linear units (glu.cuh) whose launch overlaps the kernels before and after it
+ * (begins_sm90a.cuh). Serves gk_glu_fwd in bfloat16 and float16, if rows are whole 16-byte vectors:
+ * small results, as in decoding, and flat rows; glu serves the other calls. */
 #include "../tile/begins_sm90a.cuh"
 #include "glu.cuh"
 
 namespace {
 
-/* The most elements of out. In larger calls the launch is a small part of the time. */
+/* The most elements of out unless rows are flat. In larger calls the launch is a small part of the
+ * time, and glu takes two vectors a thread. */
 constexpr int64_t MOST_VALUES = 1 << 23;
 
 bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *to) {
     const gk_glu_args *a = (const gk_glu_args *)args;
     const gk_tensor gate = gk_glu_half(&a->gate, a->up, 0), up = gk_glu_half(&a->gate, a->up, 1);
-    return gk_numel(&a->out) <= MOST_VALUES && rows_whole(a->out, &gate, &up) &&
-           glu_plan_rows(a->out, to);
+    return (gk_numel(&a->out) <= MOST_VALUES || glu_is_flat(glu_params(a, gate, up), 8)) &&
+           rows_whole(a->out, &gate, &up) && glu_plan_rows(a->out, to);
 }
 
 const gk_cuda_instance instances[] = {

@@ -186,12 +186,12 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
 }
 
 /* ---- 2. forward of plain rows ---------------------------------------------------------------- */
-/* Plain rows: 16 bits, x and out flat (row_in), no residual, and weight and bias of x's dtype. One
- * block has a row. Its threads need so few registers that an SM has three or four rows in flight
- * (measured: rms_norm 4096 x 8192 took 37.8 us instead of 51.4, H200). */
+/* Plain rows: 16 bits, x and out flat (row_in), no residual, and weight and bias of x's dtype.
+ * Their threads need so few registers that an SM has three or four rows in flight, or six blocks of
+ * clusters (measured: rms_norm 4096 x 8192 took 37.8 us instead of 51.4, H200). */
 template <class T, int LANES, int ITEMS, int CLUSTER>
 constexpr bool NORM_PLAIN =
-    sizeof(T) == 2 && LANES >= 128 && LANES <= 512 && ITEMS <= 4 && CLUSTER == 1;
+    sizeof(T) == 2 && LANES >= 128 && ITEMS <= 4 && (CLUSTER == 1 ? LANES <= 512 : LANES == 256);
 /* 32 registers a thread, or 40 beside the 16 that 4 vectors take. */
 constexpr int norm_plain_threads(int items) { return items <= 2 ? ROW_SM_THREADS : 1536; }
 
@@ -224,14 +224,15 @@ template <class T> __device__ __forceinline__ float norm_pivot(const uint4 &firs
 
 /* Values stay in words of two. As single 16-bit values the compiler keeps each in a register of its
  * own, which spills. */
-template <class T, int LANES, int ITEMS, bool LAYER>
+template <class T, int LANES, int ITEMS, int CLUSTER, bool LAYER, class Begins>
 __global__ void __launch_bounds__(LANES, norm_plain_threads(ITEMS) / LANES)
     norm_plain_kernel(NormPlainParams p) {
-    typedef RowGroup<T, LANES, ITEMS> Group;
+    typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     __shared__ typename Group::Shared shared;
     Group group(shared);
+    Begins::begin();
     const int n = p.n;
-    const T *x = (const T *)p.x + blockIdx.x * p.x_stride;
+    const T *x = (const T *)p.x + blockIdx.x / CLUSTER * p.x_stride;
     uint4 h[ITEMS], first;
     /* before any result is stored, as the reduction waits for it: out may be x */
     if (LAYER) first = *(const uint4 *)(x + min((int)threadIdx.x % 4 * Group::VEC, n - Group::VEC));
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(LANES, norm_plain_threads(ITEMS) / LANES)
         if (var < 0) var = 0; /* NaN stays */
     }
     const float rstd = norm_rstd(var + p.eps);
-    T *out = (T *)p.out + blockIdx.x * p.out_stride;
+    T *out = (T *)p.out + blockIdx.x / CLUSTER * p.out_stride;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const int at = group.column(i);
@@ -577,22 +578,28 @@ inline bool norm_is_plain(const NormParams &p) {
            !p.bias_wide;
 }
 
+/* So few rows, as in decoding, wait for latencies: norm_fwd_kernel loads the weight before the
+ * reduction. */
+constexpr int NORM_FEW_ROWS = 512;
+
+template <class T, int LANES, int ITEMS, int CLUSTER, bool LAYER, class Begins>
+gk_status norm_plain_run(const gk_context *ctx, dim3 grid, const NormParams &p) {
+    const NormPlainParams plain = {p.x.data,   p.weight,      p.bias,
+                                   p.out.data, p.x.stride[0], p.out.stride[0],
+                                   (int)p.n,   (float)p.eps,  (float)p.weight_offset};
+    return launch<norm_plain_kernel<T, LANES, ITEMS, CLUSTER, LAYER, Begins>>(
+        "gk_norm_fwd", ctx, grid, LANES, 0, plain, Begins::overlaps, CLUSTER);
+}
+
 template <class T, int LANES, int ITEMS, int CLUSTER, class Begins = BeginsAlone>
 gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     constexpr int THREADS = RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS;
     const NormParams p = norm_params((const gk_norm_args *)args);
     const dim3 grid((unsigned)plan->tasks * CLUSTER);
-    if constexpr (NORM_PLAIN<T, LANES, ITEMS, CLUSTER> && !Begins::overlaps)
-        if (norm_is_plain(p)) {
-            const NormPlainParams plain = {p.x.data,   p.weight,      p.bias,
-                                           p.out.data, p.x.stride[0], p.out.stride[0],
-                                           (int)p.n,   (float)p.eps,  (float)p.weight_offset};
-            constexpr const char *op = "gk_norm_fwd";
-            return p.layer ? launch<norm_plain_kernel<T, LANES, ITEMS, true>>(op, ctx, grid,
-                                                                              THREADS, 0, plain)
-                           : launch<norm_plain_kernel<T, LANES, ITEMS, false>>(op, ctx, grid,
-                                                                               THREADS, 0, plain);
-        }
+    if constexpr (NORM_PLAIN<T, LANES, ITEMS, CLUSTER>)
+        if (norm_is_plain(p) && !(Begins::overlaps && p.rows <= NORM_FEW_ROWS))
+            return p.layer ? norm_plain_run<T, LANES, ITEMS, CLUSTER, true, Begins>(ctx, grid, p)
+                           : norm_plain_run<T, LANES, ITEMS, CLUSTER, false, Begins>(ctx, grid, p);
     return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER, Begins>>(
         "gk_norm_fwd", ctx, grid, THREADS, 0, p, Begins::overlaps, CLUSTER);
 }

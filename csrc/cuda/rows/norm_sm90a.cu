@@ -5,8 +5,8 @@
  * (16384 16-bit values): forward up to 262144 16-bit values, backward up to 131072. Backward's
  * workspace is [clusters, 2, N] float32.
  *
- * Also gk_norm_fwd for small M, as in decoding, 16-bit rows of 1025 to 16384 values: one block a
- * row, as in norm_fwd.cu, whose launch overlaps its neighbours'. */
+ * Also gk_norm_fwd of 16-bit rows of 1025 to 16384 values, one block a row as in norm_fwd.cu, whose
+ * launch overlaps its neighbours': of small M, as in decoding, and of plain rows (norm.cuh). */
 #include "../tile/begins_sm90a.cuh"
 #include "norm.cuh"
 
@@ -19,25 +19,26 @@ namespace {
      norm_fwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
-/* More rows than this fill the GPU, and a launch is little of their time. */
-constexpr int MOST_ROWS = 512;
-
-bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+/* Few rows, and plain ones: other rows need so many registers that a launch is little of the time.
+ */
+bool overlapped_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                     gk_plan *plan) {
     const gk_norm_args *a = (const gk_norm_args *)args;
-    return num_rows(a->x) <= MOST_ROWS && a->x.shape[a->x.ndim - 1] > 1024 &&
-           norm_fwd_plan(row, ctx, args, plan);
+    return a->x.shape[a->x.ndim - 1] > 1024 && norm_fwd_plan(row, ctx, args, plan) &&
+           (num_rows(a->x) <= NORM_FEW_ROWS || norm_is_plain(norm_params(a)));
 }
 
-#define FEW(T, DTYPE, NAME, LANES, ITEMS)                \
+#define OVERLAPPED(T, DTYPE, NAME, LANES, ITEMS)         \
     {"norm_fwd_sm90a_" NAME "_" #LANES "x" #ITEMS,       \
      DTYPE,                                              \
-     few_plan,                                           \
+     overlapped_plan,                                    \
      norm_fwd_run<T, LANES, ITEMS, 1, BeginsOverlapped>, \
      GK_ROW_KEY(T, LANES, ITEMS, 1),                     \
      NULL},
-#define FEW_SHAPES(T, DTYPE, NAME) \
-    FEW(T, DTYPE, NAME, 128, 2)    \
-    FEW(T, DTYPE, NAME, 256, 2) FEW(T, DTYPE, NAME, 512, 2) FEW(T, DTYPE, NAME, 512, 4)
+#define OVERLAPPED_SHAPES(T, DTYPE, NAME)                                 \
+    OVERLAPPED(T, DTYPE, NAME, 128, 2)                                    \
+    OVERLAPPED(T, DTYPE, NAME, 256, 2) OVERLAPPED(T, DTYPE, NAME, 512, 2) \
+        OVERLAPPED(T, DTYPE, NAME, 512, 4)
 #define BWD(T, DTYPE, NAME, ITEMS, CLUSTER)              \
     {"norm_bwd_sm90a_" NAME "_512x" #ITEMS "x" #CLUSTER, \
      DTYPE,                                              \
@@ -45,8 +46,8 @@ bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *ar
      norm_bwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
-/* Rows of 16 bits up to 65536 values: four blocks of 256 threads on an SM instead of two of 512, so
- * that three can load or store while one waits for the others' sums. */
+/* Rows of 16 bits up to 65536 values: four blocks of 256 threads on an SM instead of two of 512,
+ * six if the rows are plain, so that the others can load or store while one waits for sums. */
 #define FWD_HALF(T, DTYPE, NAME, CLUSTER)       \
     {"norm_fwd_sm90a_" NAME "_256x4x" #CLUSTER, \
      DTYPE,                                     \
@@ -62,7 +63,7 @@ bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *ar
     BWD(T, DTYPE, NAME, 4, 2) BWD(T, DTYPE, NAME, 4, 4) BWD(T, DTYPE, NAME, 4, 8)
 
 const gk_cuda_instance fwd[] = {
-    FEW_SHAPES(__nv_bfloat16, GK_BF16, "bf16") FEW_SHAPES(__half, GK_F16, "f16")
+    OVERLAPPED_SHAPES(__nv_bfloat16, GK_BF16, "bf16") OVERLAPPED_SHAPES(__half, GK_F16, "f16")
         FWD_HALVES(__nv_bfloat16, GK_BF16, "bf16") FWD_HALVES(__half, GK_F16, "f16")
             FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
                 FWD_SHAPES(__half, GK_F16, "f16")};

@@ -49,6 +49,13 @@ template <> struct WordsOf<8> {
 };
 template <int BYTES> using BitsOf = typename WordsOf<BYTES>::type;
 
+template <bool FIRST, class A, class B> struct Either {
+    typedef A type;
+};
+template <class A, class B> struct Either<false, A, B> {
+    typedef B type;
+};
+
 template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     typedef decltype(wide(T())) Wide;
     static constexpr int VEC = sizeof(T) > 4 ? 2 : 4; /* elements of a load */
@@ -94,13 +101,18 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     /* ---- loads ------------------------------------------------------------------------------- */
-    /* Moved as whole words. Values of 16 bits would be taken apart as soon as they come, which
-     * waits for the load. */
-    union Vec {
+    /* Values of 16 bits are moved as whole words: they would be taken apart as soon as they come,
+     * which waits for the load. */
+    union Words {
         BitsOf<VEC_BYTES> bits;
         T v[VEC];
-        __device__ __forceinline__ Vec() : bits() {}
+        __device__ __forceinline__ Words() : bits() {}
     };
+    struct Values {
+        T v[VEC];
+    };
+    static constexpr bool WORDS = sizeof(T) == 2;
+    typedef typename Either<WORDS, Words, Values>::type Vec;
     template <class E> struct alignas(VEC * sizeof(E)) Loaded {
         E v[VEC];
     };
@@ -123,16 +135,16 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     __device__ __forceinline__ Vec load(int j) const {
-        Vec x;
+        Vec x = {};
         if (j >= vectors) return x;
-        const int first = j * VEC - shift;
-        if (first >= 0 && first + VEC <= p.v) {
-            x.bits = *(const BitsOf<VEC_BYTES> *)(logits + first);
-            return x;
+        if constexpr (WORDS) {
+            const int first = j * VEC - shift;
+            if (first >= 0 && first + VEC <= p.v) {
+                x.bits = *(const BitsOf<VEC_BYTES> *)(logits + first);
+                return x;
+            }
         }
-#pragma unroll
-        for (int e = 0; e < VEC; ++e)
-            if (first + e >= 0 && first + e < p.v) x.v[e] = logits[first + e];
+        load_into(x.v, logits, j, !WORDS);
         return x;
     }
 
@@ -307,7 +319,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         const bool counts_aligned = (uintptr_t)(counts - shift) % (4 * VEC) == 0;
         const bool prompt_aligned = (uintptr_t)(prompt - shift) % VEC == 0;
         const auto load_counted = [&](int j) {
-            Counted x;
+            Counted x = {};
             if (j >= vectors) return x;
             x.logits = load(j);
             load_into(x.count, counts, j, counts_aligned);
@@ -798,8 +810,10 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             /* step i of chunk c is being computed, step next_i of next_c loaded */
             int c = warp, i = 0, next_c = warp, next_i = 0;
             const auto load_next = [&]() {
-                const Vec x =
-                    load(next_c < chunks ? (next_c * each_lane + next_i) * 32 + lane : INT32_MAX);
+                const int j = (next_c * each_lane + next_i) * 32 + lane;
+                const Vec x = WORDS             ? load(next_c < chunks ? j : INT32_MAX)
+                              : next_c < chunks ? load(j)
+                                                : Vec{};
                 if (++next_i == each_lane) {
                     next_i = 0;
                     next_c += WARPS;
