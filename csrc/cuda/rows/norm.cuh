@@ -578,9 +578,9 @@ inline bool norm_is_plain(const NormParams &p) {
            !p.bias_wide;
 }
 
-/* So few rows, as in decoding, wait for latencies: norm_fwd_kernel loads the weight before the
- * reduction. */
-constexpr int NORM_FEW_ROWS = 512;
+/* At a small M, as in decoding, rows wait for latencies: norm_fwd_kernel loads the weight before
+ * the reduction. */
+constexpr int NORM_SMALL_M = 512;
 
 template <class T, int LANES, int ITEMS, int CLUSTER, bool LAYER, class Begins>
 gk_status norm_plain_run(const gk_context *ctx, dim3 grid, const NormParams &p) {
@@ -597,7 +597,7 @@ gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *p
     const NormParams p = norm_params((const gk_norm_args *)args);
     const dim3 grid((unsigned)plan->tasks * CLUSTER);
     if constexpr (NORM_PLAIN<T, LANES, ITEMS, CLUSTER>)
-        if (norm_is_plain(p) && !(Begins::overlaps && p.rows <= NORM_FEW_ROWS))
+        if (norm_is_plain(p) && !(Begins::overlaps && p.rows <= NORM_SMALL_M))
             return p.layer ? norm_plain_run<T, LANES, ITEMS, CLUSTER, true, Begins>(ctx, grid, p)
                            : norm_plain_run<T, LANES, ITEMS, CLUSTER, false, Begins>(ctx, grid, p);
     return launch<norm_fwd_kernel<T, LANES, ITEMS, CLUSTER, Begins>>(

@@ -19,13 +19,13 @@ namespace {
      norm_fwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
-/* Few rows, and plain ones: other rows need so many registers that a launch is little of the time.
+/* A small M, and plain rows: others need so many registers that a launch is little of the time.
  */
 bool overlapped_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                      gk_plan *plan) {
     const gk_norm_args *a = (const gk_norm_args *)args;
     return a->x.shape[a->x.ndim - 1] > 1024 && norm_fwd_plan(row, ctx, args, plan) &&
-           (num_rows(a->x) <= NORM_FEW_ROWS || norm_is_plain(norm_params(a)));
+           (num_rows(a->x) <= NORM_SMALL_M || norm_is_plain(norm_params(a)));
 }
 
 #define OVERLAPPED(T, DTYPE, NAME, LANES, ITEMS)         \
@@ -35,10 +35,10 @@ bool overlapped_plan(const gk_cuda_instance *row, const gk_context *ctx, const v
      norm_fwd_run<T, LANES, ITEMS, 1, BeginsOverlapped>, \
      GK_ROW_KEY(T, LANES, ITEMS, 1),                     \
      NULL},
-#define OVERLAPPED_SHAPES(T, DTYPE, NAME)                                 \
-    OVERLAPPED(T, DTYPE, NAME, 128, 2)                                    \
-    OVERLAPPED(T, DTYPE, NAME, 256, 2) OVERLAPPED(T, DTYPE, NAME, 512, 2) \
-        OVERLAPPED(T, DTYPE, NAME, 512, 4)
+#define OVERLAPPED_SHAPES(T, DTYPE, NAME) \
+    OVERLAPPED(T, DTYPE, NAME, 128, 2)    \
+    OVERLAPPED(T, DTYPE, NAME, 256, 2)    \
+    OVERLAPPED(T, DTYPE, NAME, 512, 2) OVERLAPPED(T, DTYPE, NAME, 512, 4)
 #define BWD(T, DTYPE, NAME, ITEMS, CLUSTER)              \
     {"norm_bwd_sm90a_" NAME "_512x" #ITEMS "x" #CLUSTER, \
      DTYPE,                                              \
