@@ -752,7 +752,11 @@ def test_masks_that_are_no_rule_are_matrices(kind):
     config._attn_implementation_internal = "eager"
     want = create(config, embeds, padding_mask, None, **more) == 0
     assert got.dtype is torch.bool
-    assert torch.equal(got.expand_as(want), want)
+    assert torch.equal(got[:, :1].expand_as(want), want)
+    # a model that adds the mask to scores of its own must fail, not add 1 where it says True
+    for heads in (2, 8, 256):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            torch.zeros(2, heads, 12, 12) + got
 
 
 def test_chunks_within_the_first_are_a_rule():

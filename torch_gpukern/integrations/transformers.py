@@ -291,8 +291,10 @@ def _mask(
         return torch.where(
             seen, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min
         )
-    if use_vmap or kind in MATRICES:  # use_vmap: or_mask_function, and_mask_function
+    if kind in MATRICES:
         return dense()
+    if use_vmap:  # or_mask_function, and_mask_function
+        return _of_no_heads(dense())
     if (
         mask_function is hf.bidirectional_mask_function
         and attention_mask is None
@@ -302,7 +304,7 @@ def _mask(
     try:
         rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
     except _NoRule:
-        return dense()
+        return _of_no_heads(dense())
     if packed is not None:
         return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(
             1, device
@@ -320,7 +322,7 @@ def _mask(
                 attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal
             )
         except _NoRule:
-            return dense()
+            return _of_no_heads(dense())
         if hides:
             rule = rule._replace(first=first, end=end)
             if one_run is not None:
@@ -341,6 +343,12 @@ def _dense(device: torch.device | str, **how: Any) -> Tensor:
     return hf.sdpa_mask(
         **how, device=device, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
+
+
+def _of_no_heads(matrix: Tensor) -> Tensor:
+    """The matrix repeated at stride 0 for a number of heads that no model has. A model that adds it
+    to its own scores would count True as 1 and hide nothing; so that fails."""
+    return matrix.expand(-1, _NO_HEADS, -1, -1)
 
 
 def _stand(
@@ -633,15 +641,18 @@ def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
         bias = _bias_of(mask, query, key)
         rules["bias"] = rules["bias"] + bias if "bias" in rules else bias
         return
+    given = mask
+    if mask.dim() == 4 and mask.shape[1] == _NO_HEADS:
+        mask = mask[:, :1]
     if torch.compiler.is_compiling():
         rules["attn_mask"] = mask[..., : key.shape[2]]
         return
     # All layers of a forward pass are given the same tensor.
-    kept = getattr(mask, "_gpukern_mask", None)
-    about = mask._version, query.shape[2], key.shape[2]
+    kept = getattr(given, "_gpukern_mask", None)
+    about = given._version, query.shape[2], key.shape[2]
     if kept is None or kept[0] != about:
         dense = mask[(None,) * (4 - mask.dim())].expand(-1, -1, query.shape[2], -1)
-        kept = mask._gpukern_mask = about, attn_mask_of(dense[..., : key.shape[2]])
+        kept = given._gpukern_mask = about, attn_mask_of(dense[..., : key.shape[2]])
     rules["attn_mask"] = kept[1]
 
 
