@@ -121,6 +121,14 @@ def below_modes() -> Iterator[None]:
         del below
 
 
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """A bool tensor as uint8, without a copy except under torch.func: vmap of torch 2.10 and 2.11
+    cannot view a dtype."""
+    if not is_compiling() and transforms_active():
+        return x.to(torch.uint8)
+    return x.view(torch.uint8)
+
+
 def traced() -> bool:
     """Whether a compiler, torch.jit.trace, forward-mode AD or torch.func may observe the call."""
     return (

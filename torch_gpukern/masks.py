@@ -6,13 +6,15 @@ if there were no mask, and reads 128 bits per row of partial tiles. A mask is bu
 waiting for its device, and serves forward and backward of every layer.
 """
 
+from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ._library import NAMESPACE
+from ._library import NAMESPACE, bytes_of, is_compiling
 from .ops.attn_mask import DENSE, KEPT, RANGES, STORES, TILE, Layout
 from .ops.attn_mask import attn_mask as _attn_mask
 from .ops.wrong_types import refuse_types
@@ -71,7 +73,7 @@ class AttnMask:
         """The mask as a bool tensor [B, H, Sq, Sk]; true means that the query sees the key."""
         layout = Layout(self.store, self.seq_q, self.seq_k, False)
         batch, heads, seq_q, seq_k = self.shape
-        out = torch.empty(self.shape, dtype=torch.bool, device=self.device)
+        out = self.data.new_empty(self.shape, dtype=torch.bool)  # under vmap as data is
         for tile in range(layout.tiles_q):
             rows = slice(tile * TILE, min((tile + 1) * TILE, seq_q))
             out[:, :, rows] = self._rows_of(layout, tile)[:, :, : rows.stop - rows.start, :seq_k]
@@ -85,9 +87,10 @@ class AttnMask:
         return MaskTiles(table[classes.long()])
 
     def _flags(self, layout: Layout) -> Tensor:
-        """The flags of all tiles, [B, H, nq, nk] uint8. Bits 0-1: 0 empty, 1 full, 2 partial with
+        """The flags of all tiles, [B, H, nq, nk] int32. Bits 0-1: 0 empty, 1 full, 2 partial with
         stored bits, 3 partial by ranges. Other bits: the slot of the stored bits."""
-        flags = self.data[..., layout.flags : layout.tiles].contiguous().view(torch.uint8)
+        four = self.data[..., layout.flags : layout.tiles, None]
+        flags = (four >> 8 * torch.arange(4, device=self.device) & 255).flatten(2)
         return flags[..., : layout.tiles_q * layout.tiles_k].unflatten(
             2, (layout.tiles_q, layout.tiles_k)
         )
@@ -203,12 +206,19 @@ def _by_head(name: str, argument: str, x: Tensor, dims: int, letters: str) -> Te
     return x[(None,) * (dims - x.dim())]
 
 
+def _plain(x: Any) -> Any:
+    """A number of NumPy's as an int, so that a file that holds the mask needs no NumPy."""
+    return index(x) if isinstance(x, np.integer) else x
+
+
 def _built(
     source: str, first: Tensor, seq_q: int, seq_k: int, is_causal: bool = False, **blocks: Any
 ) -> AttnMask:
     for length, x in (("seq_q", seq_q), ("seq_k", seq_k)):
         if isinstance(x, Tensor):  # the op would take it, and the mask would keep a tensor
             raise _fail("attn_mask", f"{length} must be an int, got a tensor; pass int({length})")
+    if not is_compiling():
+        seq_q, seq_k = _plain(seq_q), _plain(seq_k)
     data = _attn_mask.call_named(
         first=first,
         source=source,
@@ -239,7 +249,7 @@ def attn_mask_of(mask: Tensor, *, seq_k: int | None = None) -> AttnMask:
     if mask.dtype is torch.bool:
         if seq_k is not None:
             raise _fail(name, "seq_k is for bits (uint8): leave it out")
-        return _built("bool", mask.view(torch.uint8), mask.shape[2], mask.shape[3])
+        return _built("bool", bytes_of(mask), mask.shape[2], mask.shape[3])
     if mask.dtype is not torch.uint8:
         what = "; pass it as bias" if mask.dtype.is_floating_point else ""
         raise _fail(name, f"mask must be bool, or uint8 of packed bits, got {mask.dtype}{what}")
@@ -329,7 +339,7 @@ def attn_mask_blocks(
         if mask.dtype not in (torch.bool, torch.uint8):
             raise _fail(name, f"mask must be bool, or uint8 of packed bits, got {mask.dtype}")
         is_bits = mask.dtype is torch.uint8
-        given["mask"] = mask if is_bits else mask.view(torch.uint8)
+        given["mask"] = mask if is_bits else bytes_of(mask)
     lists = _expanded(name, {"kv_num_blocks": num, **given})
     return _built("blocks", lists.pop("kv_num_blocks"), seq_q, seq_k, is_bits=is_bits, **lists)
 

@@ -131,6 +131,10 @@ def test_an_attn_mask_is_taken():
         flex_attention(q, k, v, block_mask=gk.attn_mask_of(mask)),
         gk.flash_attn(q, k, v, attn_mask=mask),
     )
+    with pytest.raises(
+        ValueError, match="block_mask must be None, a BlockMask or an AttnMask, got T"
+    ):
+        flex_attention(q, k, v, block_mask=mask)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from conftest import assert_close_as, generator, randn
 from torch import nn
 
-from torch_gpukern import PagedKVCache, reference
+from torch_gpukern import PagedKVCache, attn_mask_of, reference
 from torch_gpukern import nn as gnn
 
 
@@ -181,6 +181,41 @@ def test_attention_of_a_padded_batch():
         ValueError, match="kv_end and bidirectional attention are served without a cache"
     ):
         layer(x, kv_end=start, cache=(cache.k[0], cache.v[0]), **where)
+
+
+def test_attention_with_a_mask():
+    """A tree of new tokens: at once as a mask of the whole sequence, and over a cache."""
+    torch.manual_seed(0)
+    layer, x = gnn.Attention(32, 4, 2, is_causal=False), randn(generator("masked"), 2, 9, 32)
+    tree = torch.eye(3, dtype=torch.bool)
+    tree[1, 0] = tree[2, 0] = True
+    sees = torch.ones(9, 9, dtype=torch.bool).tril()
+    sees[6:, 6:] = tree
+    q, k, v = (
+        p(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    want = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True)
+    want = layer.o_proj(want.transpose(1, 2).flatten(2))
+    for mask in (sees, sees[None, None], attn_mask_of(sees)):
+        torch.testing.assert_close(layer(x, attn_mask=mask), want)
+    causal = gnn.Attention(32, 4, 2)  # which also hides what the rule hides
+    causal.load_state_dict(layer.state_dict())
+    both = torch.ones(9, 9, dtype=torch.bool)
+    both[6:, 6:] = tree
+    torch.testing.assert_close(causal(x, attn_mask=both), want)
+
+    cache = PagedKVCache(num_blocks=16, block_size=4, heads_kv=2, head_dim=8, layers=1)
+    sequences, parts = [cache.allocate() for _ in range(2)], []
+    with torch.no_grad():
+        for at, end, mask in ((0, 6, None), (6, 9, tree.expand(2, 3, 3))):
+            where = {"slots": cache.extend(sequences, end - at), "cache": (cache.k[0], cache.v[0])}
+            where |= {
+                "block_table": cache.block_table(sequences),
+                "seq_lens": cache.seq_lens(sequences),
+            }
+            parts.append(causal(x[:, at:end], attn_mask=mask, **where))
+    torch.testing.assert_close(torch.cat(parts, 1), want)
 
 
 # ---- patch ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ memory, and what is refused."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_bits, generator
@@ -225,6 +226,40 @@ def test_pytree():
     leaves, spec = torch.utils._pytree.tree_flatten([mask, 1])
     again, _ = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert len(leaves) == 2 and isinstance(again, gk.AttnMask) and again.shape == mask.shape
+
+
+def test_a_length_of_numpy_is_an_int_in_a_file(tmp_path):
+    mask = gk.attn_mask_ranges(torch.tensor([[0, 2], [1, 3]], dtype=torch.int32), np.int64(5))
+    assert type(mask.seq_k) is int
+    torch.save(mask, tmp_path / "mask")
+    with torch.serialization.safe_globals([gk.AttnMask]):
+        assert torch.load(tmp_path / "mask").shape == (1, 1, 2, 5)
+
+
+class NoViewOfADtype(torch.overrides.TorchFunctionMode):
+    """Fails as vmap of torch 2.10 does."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.view and isinstance(args[1], torch.dtype):
+            raise RuntimeError("Batching rule not implemented for aten::view.dtype")
+        return function(*args, **(kwargs or {}))
+
+
+def test_vmap_makes_masks_without_a_view_of_a_dtype():
+    sees = torch.rand(3, 2, 1, 20, 30, generator=generator("vmap bool")) < 0.5
+    gen = generator("vmap tensors")
+    q, k = torch.randn(2, 2, 20, 8, generator=gen), torch.randn(2, 2, 30, 8, generator=gen)
+    with NoViewOfADtype():
+        got = torch.vmap(lambda x: gk.flash_attn(q, k, k, attn_mask=x))(sees)
+    want = torch.stack([gk.flash_attn(q, k, k, attn_mask=x) for x in sees])
+    torch.testing.assert_close(got, want)
+
+
+def test_vmap_over_masks():
+    sees = torch.rand(3, 140, 130, generator=generator("vmap masks")) < 0.5
+    assert torch.equal(torch.vmap(lambda x: gk.attn_mask_of(x).dense())(sees)[:, 0, 0], sees)
+    masks = gk.AttnMask(torch.stack([gk.attn_mask_of(x).data for x in sees]), 1, 140, 130)
+    assert torch.equal(torch.vmap(lambda x: x.dense())(masks)[:, 0, 0], sees)
 
 
 @pytest.mark.parametrize("strict", (False, True))

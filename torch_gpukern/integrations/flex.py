@@ -131,8 +131,8 @@ def flex_attention(
             return_lse. Its max_scores is refused.
 
     Raises:
-        ValueError: a score_mod that this module did not make; fewer heads of key without
-            enable_gqa; return_lse beside return_aux; a request of max_scores.
+        ValueError: a score_mod that this module did not make; a block_mask that is no mask; fewer
+            heads of key without enable_gqa; return_lse beside return_aux; a request of max_scores.
     """
     if return_aux is not None:
         if return_lse:
@@ -157,6 +157,11 @@ def flex_attention(
             f"{query.shape[1]}; pass enable_gqa=True"
         )
     if block_mask is not None and not isinstance(block_mask, AttnMask):
+        if not hasattr(block_mask, "mask_mod"):
+            raise ValueError(
+                f"{NAMESPACE}::flex_attention: block_mask must be None, a BlockMask or an AttnMask, "
+                f"got {type(block_mask).__name__}; flash_attn takes a bool tensor as attn_mask"
+            )
         block_mask = mask_of(block_mask)
     changes = score_mod.arguments if score_mod is not None else {}
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Linear with a fused activation, Attention with grouped heads and a cache, MLP of the gated kind."""
 
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.nn.modules.module as _torch
@@ -10,6 +10,9 @@ from torch import Tensor
 from ..ops import flash_attn, kv_cache_write, linear, paged_attn
 from ..ops.gemm import Activation
 from ..reference import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from ..masks import AttnMask
 
 __all__ = ["MLP", "Attention", "Linear"]
 
@@ -187,6 +190,7 @@ class Attention(torch.nn.Module):
         slots: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        attn_mask: "Tensor | AttnMask | None" = None,
     ) -> Tensor:
         """x [B, S, hidden_size]; returns the same shape.
 
@@ -204,6 +208,10 @@ class Attention(torch.nn.Module):
             seq_lens: [B] int32, the tokens of each sequence, the new ones included.
             slots: [B * S], the places of the new tokens in the cache.
             k_scale, v_scale: of the cache, as `paged_attn` takes them.
+            attn_mask: without a cache as in `torch_gpukern.flash_attn`: bool, broadcastable to [B,
+                num_heads, S, S], or an `AttnMask`. A query sees the keys that the mask, is_causal,
+                the window and the bounds all allow. With a cache as in `paged_attn`: bool [B, S, S]
+                or [B * S, S] over the new tokens, in place of the causal rule among them.
 
         Raises:
             ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
@@ -233,6 +241,7 @@ class Attention(torch.nn.Module):
                 "window_right": -1 if self.is_causal else left,
             }
             rules["dropout_p"] = self.dropout if self.training else 0.0
+            rules["attn_mask"] = attn_mask
             out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules).transpose(1, 2)
         else:
             if block_table is None or seq_lens is None or slots is None:
@@ -244,7 +253,14 @@ class Attention(torch.nn.Module):
             scales = {"k_scale": k_scale, "v_scale": v_scale}
             kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots, **scales)
             out = paged_attn(
-                q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start, **scales
+                q.flatten(0, 1),
+                *cache,
+                block_table,
+                seq_lens,
+                **rules,
+                kv_start=kv_start,
+                attn_mask=attn_mask,
+                **scales,
             )
         # not -1, which a batch of 0 leaves open
         return self.o_proj(out.reshape(batch, seq, out.shape[-2] * out.shape[-1]))

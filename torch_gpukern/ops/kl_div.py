@@ -7,6 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .._library import bytes_of
 from . import batching, fakes
 from .define import define_op
 from .in_place import define_in_place
@@ -62,7 +63,7 @@ def kl_div(
     if more or unknown:
         refuse_unknown(kl_div, unknown, more)
     if isinstance(mask, Tensor) and mask.dtype is torch.bool:
-        mask = mask.view(torch.uint8)
+        mask = bytes_of(mask)
     return _kl_div.call(logits, teacher_logits, mask, beta, temperature)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._library import any_autocast, is_compiling, ops, traced
+from .._library import any_autocast, bytes_of, is_compiling, ops, traced
 from . import fakes
 from .attn_merge import attn_merge
 from .flash_attn import flash_attn
@@ -74,7 +74,7 @@ class Tree:
         if given["q"].device.type == "cuda" and given["alibi_slopes"] is None:
             _check_device(self.attn_mask, given["q"])
             at = self.masked.places["attn_mask"]
-            return self.masked.call(*args[:at], self.attn_mask.view(torch.uint8), *args[at:])
+            return self.masked.call(*args[:at], bytes_of(self.attn_mask), *args[at:])
         both = _attend(self.op, self.attn_mask, given)
         return both if self.return_lse else both[0]
 

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from .._library import bytes_of
 from . import fakes
 from .define import define_op
 
@@ -87,7 +88,7 @@ def sample_tokens(
     (2024), arXiv:2407.01082.
     """
     if isinstance(prompt, Tensor) and prompt.dtype is torch.bool:
-        prompt = prompt.view(torch.uint8)
+        prompt = bytes_of(prompt)
     return _sample_tokens.call(
         logits,
         temperature,
