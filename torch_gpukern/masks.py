@@ -36,6 +36,9 @@ class AttnMask:
     Make one with `attn_mask_of`, `attn_mask_ranges`, `attn_mask_columns` or `attn_mask_blocks`.
     Equal masks give the same bits of attention, whichever function made them.
 
+    Make it on the device of q. A mask that was made on the CPU and moved serves the forward on CUDA
+    alone; the backward refuses it.
+
     A mask can be copied, pickled and passed to a compiled or an exported program. To read a file
     that holds one, call `torch.load` and `torch.export.load` within
     ``torch.serialization.safe_globals([AttnMask])``. Kernels trust a mask's content, so load only

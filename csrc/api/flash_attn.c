@@ -240,6 +240,16 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_TRY(check_dropout(f, io));
     const gk_attn_scores *scores = gk_scores_of_bwd(g);
     GK_TRY(check_scores(f, scores, io));
+    if (scores && scores->mask && ctx->device == GK_CUDA) {
+        const gk_tensor *mask = scores->mask;
+        const int64_t ints =
+            gk_attn_mask_ints(scores->store, scores->mask_seq_q, scores->mask_seq_k, 1);
+        GK_REQUIRE(
+            mask->shape[2] == ints,
+            "attn_mask must have %lld int32 a head on CUDA, with tables by keys, got %lld: a "
+            "mask that was made on the CPU has none; make it on q's device",
+            (long long)ints, (long long)mask->shape[2]);
+    }
     GK_TRY(check_contents(ctx, f, io));
     GK_REQUIRE(!scores || !g->is_part,
                "attn_mask, bias and distance_bias must be missing where is_part is true");

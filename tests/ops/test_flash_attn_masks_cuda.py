@@ -461,6 +461,38 @@ def test_a_row_stands_alone():
     assert torch.equal(a[:, :, 5::7], b[:, :, 5::7])
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), *WIDE])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_row_with_a_bias_stands_alone(dims, dtype):
+    """Odd rows see no key of the first blocks, so their warps take a later block again. Even rows
+    get the bits of a call in which all rows see everything."""
+    q, k, v = (draw((1, 2, 384, d), dtype, i).cuda() for i, d in enumerate((dims[0], *dims)))
+    bias = draw((1, 2, 384, 384), dtype, 3).cuda()
+    sees = torch.ones(384, 384, dtype=torch.bool, device="cuda")
+    sees[0, -1] = False  # or the mask would be full and leave its tiles without words
+    call = {"bias": bias, "return_lse": True}
+    want = gk.flash_attn(q, k, v, attn_mask=sees, **call)
+    sees[1::2, :200] = False
+    got = gk.flash_attn(q, k, v, attn_mask=sees, **call)
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x[:, :, 2::2], y[:, :, 2::2])
+    # nor do the odd rows' bits depend on what the even ones see
+    sees[::2, :200] = False
+    again = gk.flash_attn(q, k, v, attn_mask=sees, **call)
+    for x, y in zip(got, again, strict=True):
+        assert torch.equal(x[:, :, 1::2], y[:, :, 1::2])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_a_mask_of_the_cpu_has_no_tables_for_the_backward(dtype):
+    here = gk.attn_mask_of(bools(300, 300))
+    moved = gk.AttnMask(here.data.cuda(), here.store, here.seq_q, here.seq_k)
+    q = draw((1, 2, 300, 64), dtype).cuda().requires_grad_()
+    out = gk.flash_attn(q, q, q, attn_mask=moved)
+    with pytest.raises(ValueError, match="attn_mask must have .* make it on q's device"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("seed", range(48))
 def test_random_calls(seed):
     """Any mask and bias beside any rule, forward and backward. Keys that no query sees hold NaN."""
