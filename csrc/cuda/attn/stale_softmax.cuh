@@ -122,18 +122,20 @@ template <class T, int BKV> struct StaleSoftmax {
         return !(sum[0] < Range::LIMIT) || !(sum[1] < Range::LIMIT);
     }
 
-    /* Sets m of the rows that are out of range to `top`. factor: what the row's earlier sums and
-     * O must be multiplied by. */
+    /* Sets m of row r to `top` if the row is out of range, and returns whether it is. factor: what
+     * the row's earlier sums and O must be multiplied by. */
+    __device__ __forceinline__ bool refer_row_again(int r, float top, float sum, float &factor) {
+        const unsigned lanes = __ballot_sync(0xffffffffu, !(sum < Range::LIMIT));
+        const bool again = lanes >> (threadIdx.x & 28) & 15;
+        factor = again ? ex2_approx_ftz(m[r] - top) : 1.f;
+        m[r] = again ? top : m[r];
+        total[r] *= factor;
+        return again;
+    }
     __device__ __forceinline__ void refer_again(const float (&top)[2], const float (&sum)[2],
                                                 float (&factor)[2]) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const unsigned lanes = __ballot_sync(0xffffffffu, !(sum[r] < Range::LIMIT));
-            const bool again = lanes >> (threadIdx.x & 28) & 15;
-            factor[r] = again ? ex2_approx_ftz(m[r] - top[r]) : 1.f;
-            m[r] = again ? top[r] : m[r];
-            total[r] *= factor[r];
-        }
+        for (int r = 0; r < 2; ++r) refer_row_again(r, top[r], sum[r], factor[r]);
     }
 
     /* Recomputes the block with new m for the rows that are out of range. The weights of other

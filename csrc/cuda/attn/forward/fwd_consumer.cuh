@@ -189,6 +189,35 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         if (HIDES && edge) keep_columns(s, columns_of(t, block_at<MODIFIED>(t, j)));
     }
+    /* Weights of a block that is taken again, for the rows that left the range: those of
+     * first_block, because other rows' masks decide whether a row's first keys are in the tile's
+     * first block. The other rows keep the weights of take_block, whose exponents are rounded in
+     * another order. */
+    __device__ __forceinline__ void weigh_biased_again(const FwdTile &t, int j, bool edge,
+                                                       float (&factor)[2]) {
+        add_bias_again(t, j, edge);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool left =
+                softmax.refer_row_again(r, softmax.row_top(s, 1, r), sum[r], factor[r]);
+            const float m = softmax.m[r];
+            float part[2] = {0, 0};
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int i = 4 * n + 2 * r;
+                const float w0 = ex2_approx_ftz(s[i] - m), w1 = ex2_approx_ftz(s[i + 1] - m);
+                part[0] += w0;
+                part[1] += w1;
+                if (OVERLAP) {
+                    w[i] = left ? w0 : w[i];
+                    w[i + 1] = left ? w1 : w[i + 1];
+                } else {
+                    p[i / 2] = left ? pack2<T>(w0, w1) : p[i / 2];
+                }
+            }
+            sum[r] = left ? part[0] + part[1] : sum[r];
+        }
+    }
 
     /* ---- a bias by distance ---- */
     /* S begins as the bias over the scale, and the products are added to it. A pair of columns is
@@ -582,12 +611,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         float factor[2];
         if (MODIFIED)
             weigh_again(t, block_at<MODIFIED>(t, j), edge, factor);
-        else if constexpr (BIAS) {
-            add_bias_again(t, j, edge);
-            softmax.redo(s, 1.f, w, sum, factor);
-        } else
+        else if constexpr (BIAS)
+            weigh_biased_again(t, j, edge, factor);
+        else
             softmax.redo(s, x.units.unit_log2, w, sum, factor);
-        if (!OVERLAP) softmax.pack(w, p);
+        if (!OVERLAP && !BIAS) softmax.pack(w, p);
 #pragma unroll
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
     }

@@ -136,10 +136,12 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
             c.release_q(C::AHEAD ? at.q_empty : q.empty(n));
             c.ready = false;
         }
+        /* with a bias no register is left to keep `blocks` in */
+        const int all = C::BIAS ? t.steps.blocks : blocks;
         if (!C::EARLY || !c.ready) {
-            c.pass(step + at.end, blocks - at.end);
+            c.pass(step + at.end, all - at.end);
             /* the turn of the last P V, which this warpgroup does not compute */
-            if (own == 0 && blocks > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
+            if (own == 0 && all > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
             c.note_spoilt(t);
             if constexpr (PARTIAL)
                 store_partial<T, Tile>(x, t, c.softmax, c.o);
@@ -152,7 +154,7 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
             else
                 store_tile<T, Tile>(x, t, c.softmax, c.o, q_s);
         }
-        step += blocks;
+        step += all;
         __syncwarp(); /* all lanes have read t */
         if (laneid() == 0) mbarrier_arrive(described.empty(n));
     }
