@@ -144,6 +144,16 @@ class User:
 
     # ---- steps -----------------------------------------------------------------------------------
 
+    def line(self, text: str, model: Path, hub: Path | None) -> None:
+        """A line of the table. The kernels hub's is made by this checkout first."""
+        if hub is not None:
+            made = subprocess.run(
+                [sys.executable, ROOT / "cmake" / "hub.py", hub], capture_output=True, text=True
+            )
+            if made.returncode:
+                raise Failed(made.stderr.strip())
+        self.code(text, model, *([] if hub is None else [hub]))
+
     def page(self, page: str) -> None:
         text = "\n".join([PAGES[page], *blocks(page), CHECKS.get(page, "")])
         printed = self.code(text).splitlines()
@@ -195,13 +205,8 @@ def main() -> int:
         if user.has("transformers"):
             user.run(python, "-c", MODEL, model)
         for label, (needs, text) in LINES.items():
-            if label == "the kernels hub" and user.has("kernels"):
-                hub = subprocess.run(
-                    [sys.executable, ROOT / "cmake" / "hub.py", folder / "hub"],
-                    capture_output=True,
-                )
-                assert hub.returncode == 0
-            user.step(label, needs, lambda text=text: user.code(text, model, folder / "hub"))
+            hub = folder / "hub" if label == "the kernels hub" else None
+            user.step(label, needs, lambda text=text, hub=hub: user.line(text, model, hub))
         user.step("gpukern doctor", [], lambda: user.command("doctor", says="calls on cpu"))
         explain = "explain", "gemm", "512", "4096", "4096"
         user.step("gpukern explain", [], lambda: user.command(*explain, says="gemm"))
