@@ -47,6 +47,22 @@ def lora(**changes):
 IDS = torch.randint(3, 70, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("skip", [("lm_head",), (), ("lm_head", "*mlp*")])
+def test_all_linear_finds_the_layers_that_it_finds_in_the_plain_model(skip):
+    """A second adapter too, whose targets are the first one's layers and not their bases."""
+    found = []
+    for quantised in (False, True):
+        model = causal_model()
+        if quantised:
+            gnn.quantize(model, "w8", skip=skip, say=None)
+        config = lora(target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
+        model.add_adapter("other", lora(target_modules="all-linear", task_type="CAUSAL_LM"))
+        found.append({n for n, _ in model.named_modules() if n.endswith("lora_A.other")})
+        assert model(input_ids=IDS, labels=IDS).loss.isfinite()
+    assert found[0] == found[1] and len(found[0]) == 14
+
+
 @pytest.mark.parametrize("recipe", ["w4", "nvfp4", "fp8", "2:4"])
 def test_lora_over_a_quantised_base(recipe):
     """The same loss and the same gradients of the adapters as over the decoded weights."""

@@ -3,7 +3,8 @@
 
 PEFT takes `gnn.Linear`, `Fp8Linear` and `QatLinear` for LoRA as they are, since they are nn.Linear.
 `register` adds the two cases that it refuses: LoRA over a `QuantizedLinear`, whose weight is no
-parameter, and GLoRA over a `gnn.Linear`.
+parameter, and GLoRA over a `gnn.Linear`. After it ``target_modules="all-linear"`` finds the
+quantised layers, which it would leave out.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 try:
+    from peft.tuners import tuners_utils as _utils
     from peft.tuners.lora import layer as _lora_layer
     from peft.tuners.lora import model as _lora_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -25,6 +27,7 @@ __all__ = ["QuantizedLoraLinear", "register"]
 # Initialisations that leave the base layer's weight as it is. The others (PiSSA, OLoRA, LoftQ,
 # CorDA) subtract from it, which a weight in few bits cannot take.
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
+_ALL_LINEAR = "_maybe_include_all_linear_layers"  # of PEFT's tuners_utils
 
 
 class QuantizedLoraLinear(_lora_layer.Linear):
@@ -88,6 +91,9 @@ def register() -> None:
         )
     if not hasattr(_lora_model.dispatch_default, "_gpukern_before"):
         _lora_model.dispatch_default = _dispatch_after(_lora_model.dispatch_default)
+    include = getattr(_utils, _ALL_LINEAR, None)
+    if include is not None and not hasattr(include, "_gpukern_before"):
+        setattr(_utils, _ALL_LINEAR, _all_linear_after(include))
     try:
         from peft.tuners.glora import model as glora_model
     except ImportError:  # a peft without GLoRA
@@ -96,6 +102,26 @@ def register() -> None:
     if not hasattr(kind._create_new_module, "_gpukern_before"):
         made = _glora_after(kind._create_new_module, glora_model.GloraLinear)
         kind._create_new_module = staticmethod(made)
+
+
+def _all_linear_after(before: Any) -> Any:
+    def include(peft_config, model):
+        asked = getattr(peft_config, "target_modules", None)
+        config = before(peft_config, model)
+        if isinstance(asked, str) and asked.lower() == "all-linear":
+            ours = {name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+            for name, module in model.named_modules():
+                if isinstance(module, BaseTunerLayer):  # it is a target itself, its base is not
+                    ours -= {f"{name}.{inner}" for inner, _ in module.named_modules()}
+            head = (
+                model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            )
+            ours -= {name for name, module in model.named_modules() if module is head}
+            config.target_modules = set(config.target_modules) | ours
+        return config
+
+    include._gpukern_before = before  # type: ignore[attr-defined]
+    return include
 
 
 def _base_of(target: torch.nn.Module) -> torch.nn.Module:
