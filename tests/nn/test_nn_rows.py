@@ -567,6 +567,21 @@ def test_a_loss_that_the_user_sets_later_is_called():
     torch.testing.assert_close(got.loss, model(input_ids=ids).logits.square().mean())
 
 
+def test_the_fused_loss_of_a_model_without_a_loss_type_compiles():
+    """GPT2LMHeadModel's loss_function writes to a log each time that it is read."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, vocab_size=70, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    gnn.patch(model, say=None, fused_linear_cross_entropy=True)
+    ids = torch.randint(70, (2, 11))
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    got = compiled(input_ids=ids, labels=ids, use_cache=False)
+    torch.testing.assert_close(got.loss, model(input_ids=ids, labels=ids).loss)
+
+
 def test_a_model_with_the_fused_loss_pickles():
     import pickle
 

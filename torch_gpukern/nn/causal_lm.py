@@ -37,7 +37,9 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
         return None, "it has our loss already"
     if "forward" in vars(model):
         return None, "its forward was replaced before"
-    if not _has_their_loss(model):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         return None, "its loss is one of its own"
     plan, why = plan_of(kind)
     if plan is None:
@@ -52,18 +54,14 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
     return _with_fused_loss(kind), ""
 
 
-def _has_their_loss(model: torch.nn.Module) -> bool:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    return getattr(model, "loss_function", None) is ForCausalLMLoss
-
-
 # ---- the forward ---------------------------------------------------------------------------------
 
 
 @functools.cache
 def _with_fused_loss(kind: type) -> type:
     """The subclass keeps the class's name, because save_pretrained, for example, writes it."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     plain = kind.forward
     plan, _ = plan_of(kind)
     assert plan is not None
@@ -84,7 +82,9 @@ def _with_fused_loss(kind: type) -> type:
             or not whole
             or not isinstance(keep, int)
             or keep != 0
-            or not _has_their_loss(self)  # a user may replace it at any time
+            # The setter of loss_function, which a user may call at any time, keeps its value there.
+            # Its getter writes to a log for some models, which no compiler traces.
+            or getattr(self, "_loss_function", None) not in (None, ForCausalLMLoss)
             or (plan.routers and _wants_routers(self, given))
         ):
             return plain(self, *args, **kwargs)
