@@ -226,6 +226,33 @@ def test_in_few_bits_and_back():
     assert torch.equal(after[1], want[1])
 
 
+BERT = dict(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=70
+)
+WHISPER = dict(
+    d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, num_mel_bins=8,
+    decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, vocab_size=70,
+    max_source_positions=20, max_target_positions=20, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, decoder_start_token_id=1,
+)  # fmt: skip
+HEADS = {
+    "classifier": ("BertForSequenceClassification", "BertConfig", BERT),
+    "cls.predictions.decoder": ("BertForMaskedLM", "BertConfig", BERT),
+    "score": ("LlamaForSequenceClassification", "LlamaConfig", {**BERT, "pad_token_id": 0}),
+    "proj_out": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_any_name_stay(name):
+    """LoRA trains a classifier as it is, and a quantised one has nothing to train."""
+    kind, config, sizes = HEADS[name]
+    model = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+    done = gk.accelerate(model, "w8", say=None)
+    assert type(model.get_submodule(name)) is gnn.Linear
+    assert done.quantized.skipped[name] == "skipped" and len(done.quantized.replaced) >= 6
+
+
 def test_refusals_change_nothing():
     with pytest.raises(TypeError, match="gpukern accelerate: model must be a transformers model"):
         gk.accelerate(nn.Linear(4, 4))

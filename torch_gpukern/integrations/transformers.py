@@ -55,8 +55,8 @@ def accelerate(
 
     Args:
         model: a transformers model, or a module around one (PEFT's, for one).
-        quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings, the
-            head and routers stay.
+        quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings,
+            heads (classifiers, too) and routers stay.
         loss: whether the loss of causal models is replaced.
         say: is called with each line of the report; None says nothing.
 

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D as TheirConv1D
 
 from ..nn.patching import Patched, patch
 from ..nn.quant.files import SKIP
-from ..nn.quant.quantize import Quantized, quantize
+from ..nn.quant.quantize import Quantized, is_skipped, quantize
 from ..nn.rows import served
 from ..ops import linear, rope
 from ..ops.fakes import stats_dtype
@@ -95,12 +95,25 @@ def change(
             done.patched.replaced[path] = "Conv1D -> linear"
     _count_layers(done)
     if quantise is not None:
-        done.quantized = quantize(model, quantise, skip=SKIP, say=None)
+        heads = _heads(model)
+        done.quantized = quantize(
+            model, quantise, skip=lambda name, m: is_skipped(name, m, SKIP) or m in heads, say=None
+        )
         done.done["quantised"] = f"{len(done.quantized.replaced)} Linear -> {quantise}"
         for paths, why in _by_reason(done.quantized.skipped).items():
             done.left[f"{paths} in {quantise}"] = why
     if not loss:
         done.left["loss"] = "loss=False"
+
+
+def _heads(model: PreTrainedModel) -> set[torch.nn.Module | None]:
+    """What stands outside of the body (classifiers, which LoRA trains as they are), and the heads
+    of models within the model."""
+    body = set(model.base_model.modules())
+    heads: set[torch.nn.Module | None] = {m for m in model.modules() if m not in body}
+    return heads | {
+        m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel)
+    }
 
 
 def _count_layers(done: Accelerated) -> None:
