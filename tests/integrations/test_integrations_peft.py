@@ -114,6 +114,26 @@ def test_what_needs_the_weight_is_refused():
     assert torch.equal(with_adapter.unload().model.layers[0].self_attn.q_proj.weight_packed, codes)
 
 
+@pytest.mark.parametrize("how", ("merge_and_unload", "merge_adapter"))
+def test_an_adapter_is_merged_after_restore(how):
+    """What the refusal of merging says to do."""
+    model = causal_model().eval()
+    done = gnn.quantize(model, "w4", say=None)
+    with_adapter = peft.get_peft_model(model, lora(init_lora_weights=False)).eval()
+    done.restore()
+    want = with_adapter(IDS).logits
+    merged = getattr(with_adapter, how)() or with_adapter
+    torch.testing.assert_close(merged(IDS).logits, want, rtol=1e-4, atol=1e-4)
+    plain = copy.deepcopy(model)
+    if how == "merge_adapter":
+        with_adapter.unmerge_adapter()
+        torch.testing.assert_close(with_adapter(IDS).logits, want, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(
+            plain.model.layers[0].self_attn.q_proj.base_layer.weight,
+            model.model.layers[0].self_attn.q_proj.base_layer.weight,
+        )
+
+
 def test_glora_over_patched_layers():
     made = []
     for patched in (False, True):

@@ -35,7 +35,8 @@ class QuantizedLoraLinear(_lora_layer.Linear):
 
     Raises:
         ValueError: DoRA, or an initialisation that changes the base's weight.
-        NotImplementedError: merging. The sum of weight and adapter would be rounded again.
+        NotImplementedError: merging while the base is quantised. The sum of weight and adapter
+            would be rounded again.
     """
 
     def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: Any, **kwargs: Any):
@@ -49,6 +50,9 @@ class QuantizedLoraLinear(_lora_layer.Linear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         base = self.get_base_layer()
+        if not isinstance(base, QuantizedLinear):  # Quantized.restore was called since
+            super().merge(safe_merge, adapter_names)
+            return
         raise NotImplementedError(
             f"gpukern: an adapter cannot be merged into a QuantizedLinear of recipe {base.scheme}, "
             f"whose weight would be rounded again; call Quantized.restore() first, or keep the "
