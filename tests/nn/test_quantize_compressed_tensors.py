@@ -123,6 +123,29 @@ def test_transformers_loads_them(recipe, plain, tmp_path):
     assert (got - want).norm() < 0.3 * want.norm()
 
 
+@pytest.mark.parametrize("recipe", ("w4", "nvfp4", "fp8"))
+def test_accelerate_leaves_layers_that_compressed_tensors_made(recipe, plain, tmp_path):
+    """Packed layers are nn.Linear without a weight. They keep their forward, the rest is replaced."""
+    pytest.importorskip("compressed_tensors")
+    from torch_gpukern.integrations import transformers as gk
+
+    gnn.quantize_directory(
+        plain[0], tmp_path / "few", recipe, show=False, say=None, layout="compressed-tensors"
+    )
+    ids = torch.randint(70, (2, 9), generator=generator("compressed tokens"))
+    found = []
+    for accelerated in (False, True):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "few", dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
+        if accelerated:
+            done = gk.accelerate(model, say=None)
+            assert "its forward was replaced before" in done.left.values()
+            assert "3 LlamaRMSNorm" in done.done
+        found.append(model(input_ids=ids, labels=ids).loss.detach())
+    torch.testing.assert_close(*found, rtol=3e-3, atol=0)
+
+
 def test_refusals(plain, tmp_path):
     source, _ = plain
     for recipe, layout, text in (

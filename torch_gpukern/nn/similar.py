@@ -107,9 +107,11 @@ def _similar_norm(module: torch.nn.Module) -> tuple[type, Any, str] | None:
 
 def _similar_mlp(module: torch.nn.Module) -> tuple[type, Any, str] | None:
     for product in (module.gate_proj, module.up_proj, module.down_proj):
-        if not isinstance(product, torch.nn.Linear) or product.weight.is_meta:
+        # compressed-tensors packs the weight of an nn.Linear, which then has none.
+        weight = getattr(product, "weight", None)
+        if not isinstance(product, torch.nn.Linear) or type(weight) is not torch.nn.Parameter:
             return None
-        if type(product.weight) is not torch.nn.Parameter:
+        if weight.is_meta:
             return None
     if not isinstance(module.act_fn, torch.nn.Module) or has_hooks(module.act_fn):
         return None
