@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .engine import Engine
 from .request import Request, Scores
 from .text import Stream
 
@@ -54,19 +54,44 @@ class Answer:
         return Part(self.index, "".join(parts), tokens, finish)
 
 
+class Post:
+    """Puts things from other threads into queues of a loop. A step wakes the loop once, not once
+    for each request."""
+
+    def __init__(self) -> None:
+        self.wake = asyncio.get_running_loop().call_soon_threadsafe
+        self.items: deque[tuple[asyncio.Queue, object]] = deque()
+        self.woken = False
+
+    def put(self, queue: asyncio.Queue, item: object) -> None:
+        self.items.append((queue, item))
+        if not self.woken:
+            self.woken = True
+            try:
+                self.wake(self._empty)
+            except RuntimeError:  # the loop has ended
+                self.woken = False
+                raise
+
+    def _empty(self) -> None:
+        self.woken = False  # first: what is put from now on wakes the loop again
+        while self.items:
+            queue, item = self.items.popleft()
+            queue.put_nowait(item)
+
+
 class Answers:
     """The requests of a call, which run while one is in its `with`."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], stop: Sequence[str], tokenizer
+        self, engine: Any, requests: Sequence[Request], stop: Sequence[str], tokenizer, post: Post
     ) -> None:
         self.answers = [Answer(i, r, Stream(tokenizer, stop)) for i, r in enumerate(requests)]
         self.queue: asyncio.Queue = asyncio.Queue()
-        loop = asyncio.get_running_loop()
         for answer in self.answers:
 
             def tell(_, new, finish, answer=answer) -> None:
-                loop.call_soon_threadsafe(self.queue.put_nowait, (answer, new, finish))
+                post.put(self.queue, (answer, new, finish))
 
             answer.request.on_tokens = tell
         engine.submit_all(requests)
@@ -83,12 +108,16 @@ class Answers:
         return sum(answer.made for answer in self.answers)
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Those of all answers, as they come. Each answer's last part has its finish."""
-        left = len(self.answers)
+        """Those of all answers, as they come. Each answer's last part has its finish. If the loop
+        is late, tokens of several steps are one part."""
+        left, queue = len(self.answers), self.queue
         while left:
-            answer, new, finish = await self.queue.get()
+            answer, new, finish = await queue.get()
             if answer.finish:
                 continue  # tokens behind a stop string
+            while finish is None and not queue.empty() and queue._queue[0][0] is answer:
+                _, more, finish = queue.get_nowait()
+                new = new + more
             part = answer.add(new, finish)
             left -= part.finish is not None
             if part.text or part.tokens or part.finish:

@@ -25,7 +25,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from . import chat, completions, exposition
-from .answers import Answers, Token
+from .apart import Apart
+from .answers import Answers, Post, Token
 from .call import Call
 from .engine import Engine
 from .errors import error_of, on_exception, on_http_exception, refusal, refused
@@ -55,15 +56,16 @@ class App:
     """The endpoints.
 
     Args:
-        engine: which runs while the application does.
+        engine: of this process or apart, which runs while the application does.
         tokenizer: of tokenizer.py.
         name: of the model; calls for another are refused.
         stop_ids: tokens that end an answer.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, name: str, stop_ids: frozenset[int]) -> None:
+    def __init__(self, engine: Engine | Apart, tokenizer: Any, name: str, stop_ids: frozenset[int]) -> None:
         self.engine, self.tokenizer, self.name, self.stop_ids = engine, tokenizer, name, stop_ids
         self.began = int(time.time())
+        self.post: Post  # of the loop in which the application runs
 
     # ---- answers ----
 
@@ -73,7 +75,7 @@ class App:
             try:
                 body = await body_of(http)
                 call = await run_in_threadpool(self.call_of, body, parse)
-                answers = Answers(self.engine, call.requests, call.stop, self.tokenizer)
+                answers = Answers(self.engine, call.requests, call.stop, self.tokenizer, self.post)
             except ClientDisconnect:
                 return Response(status_code=GONE)
             except Refused as error:
@@ -180,11 +182,12 @@ class App:
         return JSONResponse(about, 200 if well else 503)
 
     async def metrics(self, _: Http) -> Response:
-        return Response(exposition.text(self.engine), media_type=exposition.CONTENT_TYPE)
+        numbers = await run_in_threadpool(self.engine.numbers)
+        return Response(exposition.text(numbers), media_type=exposition.CONTENT_TYPE)
 
 
 def application(
-    engine: Engine,
+    engine: Engine | Apart,
     tokenizer: Any = None,
     name: str = "gpukern",
     stop_ids: frozenset[int] = frozenset(),
@@ -194,6 +197,7 @@ def application(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        app.post = Post()
         with engine:
             yield
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import argparse
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cli.terminal import device_of, whole
 from . import loading
+from .apart import Apart, Running
 from .eight_bit import CACHES
 from .engine import Engine
 from .extras import HTTP, MODELS, need
@@ -28,7 +31,44 @@ def seconds(text: str) -> float:
     return value
 
 
-seconds.__name__ = "float"  # which argparse names where float() fails
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, at most 1, got {text}")
+    return value
+
+
+seconds.__name__ = share.__name__ = "float"  # which argparse names where float() fails
+
+
+class Defaults(NamedTuple):
+    batch: int
+    step_tokens: int
+    pages: int | None
+
+
+ON_CPU = Defaults(64, 512, 4096)
+ON_GPU = Defaults(256, 2048, None)
+
+
+def complete(args: argparse.Namespace, device: torch.device) -> None:
+    """Sets the flags that were left out, by the device.
+
+    Raises:
+        ValueError: a step has fewer tokens than requests.
+    """
+    batch, step_tokens, pages = ON_GPU if device.type == "cuda" else ON_CPU
+    if args.batch is None:
+        args.batch = batch if args.step_tokens is None else min(batch, args.step_tokens)
+    if args.step_tokens is None:
+        args.step_tokens = max(step_tokens, args.batch)
+    if args.pages is None:
+        args.pages = pages
+    if args.batch > args.step_tokens:
+        raise ValueError(
+            f"--batch is {args.batch}; expected at most --step-tokens, {args.step_tokens}: each "
+            f"request that runs has a token of a step"
+        )
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
@@ -65,13 +105,29 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="processes that share the model: N GPUs from the first on, or N of a CPU",
     )
-    p.add_argument("--pages", type=whole(2), default=4096, help="pages of 16 tokens in the cache")
-    p.add_argument("--batch", type=whole(1), default=64, help="requests that run at once")
+    p.add_argument(
+        "--pages",
+        type=whole(2),
+        help="pages of 16 tokens in the cache; default: on a GPU what fits into --memory, on a CPU "
+        f"{ON_CPU.pages}",
+    )
+    p.add_argument(
+        "--memory",
+        type=share,
+        default=0.9,
+        metavar="SHARE",
+        help="of a GPU's memory, for weights, steps and, without --pages, as many pages as fit",
+    )
+    p.add_argument(
+        "--batch",
+        type=whole(1),
+        help=f"requests that run at once; default: on a GPU {ON_GPU.batch}, on a CPU {ON_CPU.batch}",
+    )
     p.add_argument(
         "--step-tokens",
         type=whole(1),
-        default=512,
-        help="tokens of a step: the longest chunk of a prompt",
+        help="tokens of a step: the longest chunk of a prompt; default: on a GPU "
+        f"{ON_GPU.step_tokens}, on a CPU {ON_CPU.step_tokens}",
     )
     p.add_argument(
         "--drafts",
@@ -97,12 +153,8 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.model is None) == (args.random is None):
         raise ValueError("expected MODEL_DIR or --random, one of them")
-    if args.batch > args.step_tokens:
-        raise ValueError(
-            f"--batch is {args.batch}; expected at most --step-tokens, {args.step_tokens}: each "
-            f"request that runs has a token of a step"
-        )
     device = first_device(args.device, args.tensor_parallel)
+    complete(args, device)
     with bind(args.host, args.port) as own:  # before the model is loaded: it may be taken
         return serve(args, own, device)
 
@@ -142,6 +194,9 @@ def at_work(device: torch.device, ranks: int) -> None:
 
 
 def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) -> int:
+    from .app import application
+    from .server import Server, address_of
+
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     what = loading.What(
         args.model,
@@ -152,44 +207,64 @@ def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) ->
         args.kv_cache,
         args.batch,
         args.tensor_parallel,
+        args.step_tokens,
+        args.drafts,
+        args.memory,
     )
-    if what.ranks == 1:
-        return over_http(args, own, loading.ready(what, device), None)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    at_work(device, what.ranks)
-    others = Others(what.ranks, part_of, backend, what, device.type)
+    apart = Apart(engine_of, what, device)
+    try:
+        tokenizer = loading.tokenizer_of(what)  # while the other process loads the model
+        about, stop_ids = apart.wait()
+        name = args.name or args.random or Path(args.model).resolve().name
+        server = Server(
+            application(apart, tokenizer, name, stop_ids),
+            apart,
+            drain_seconds=args.drain_seconds,
+            says=f"gpukern serve: {address_of(own)}/v1 has {name}: {about}",
+            at_end=apart.end,
+        )
+        apart.on_loss = server.lose
+        server.run(sockets=[own])
+        if apart.lost is not None:
+            return 1
+        # uvicorn raises the signal again, but an interrupt at the very end of its loop is lost
+        return 128 + server.ended_by if server.ended_by else 0
+    finally:
+        apart.end()
+
+
+def engine_of(what: loading.What, device: torch.device) -> Running:
+    """The engine, in its own process, and the ranks of its model."""
+    others = None
+    if what.ranks > 1:
+        at_work(device, what.ranks)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        others = Others(what.ranks, part_of, backend, what, device.type)
     try:
         ready = loading.ready(what, device)
-        ready.model.lead(others)
-        return over_http(args, own, ready, others)
-    finally:
-        others.close()
-
-
-def over_http(
-    args: argparse.Namespace, own: socket.socket, ready: loading.Ready, others: Others | None
-) -> int:
-    from .app import application
-    from .server import Server, address_of
-
+        if others is not None:
+            ready.model.lead(others)
+        began = time.perf_counter()
+        ready.model.prepare(what.batch)
+        captured = time.perf_counter() - began
+    except BaseException:
+        if others is not None:
+            others.close()
+        raise
     engine = Engine(
         ready.model,
-        max_batch=args.batch,
-        max_step_tokens=args.step_tokens,
-        max_drafts=args.drafts,
+        max_batch=what.batch,
+        max_step_tokens=what.step_tokens,
+        max_drafts=what.drafts,
     )
-    name = args.name or args.random or Path(args.model).resolve().name
-    says = f"gpukern serve: {address_of(own)}/v1 has {name}: {about(ready, engine)}"
-    app = application(engine, ready.tokenizer, name, ready.stop_ids)
-    at_end = None if others is None else others.close
-    server = Server(app, engine, drain_seconds=args.drain_seconds, says=says, at_end=at_end)
-    if others is not None:
-        others.on_loss = server.lose
-    server.run(sockets=[own])
-    if others is not None and others.lost is not None:
-        return 1
-    # uvicorn raises the signal again, but an interrupt at the very end of its loop is lost
-    return 128 + server.ended_by if server.ended_by else 0
+    said = about(ready, engine, captured), ready.stop_ids
+    if others is None:
+        return Running(engine, said, lambda: None, lambda call: None)
+
+    def watch(call: Callable[[str], None]) -> None:
+        others.on_loss = call
+
+    return Running(engine, said, others.close, watch)
 
 
 def size(count: int) -> str:
@@ -198,15 +273,17 @@ def size(count: int) -> str:
     return f"{count / 2**power:.3g} {unit}"
 
 
-def about(ready: loading.Ready, engine: Engine) -> str:
-    """Memory and pages, in a line."""
+def about(ready: loading.Ready, engine: Engine, captured: float) -> str:
+    """Memory and pages, in a line, and what captures have taken."""
     cache, net, ranks = engine.cache, ready.model.model, ready.model.ranks
     weights = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     pages = cache.k.numel() * cache.k.element_size() + cache.v.numel() * cache.v.element_size()
     where = f"on {cache.k.device}" if ranks == 1 else f"on each of {ranks} ranks"
     few = "" if ready.recipe is None else f" ({ready.recipe})"
+    graphs = ready.model.graphs
+    steps = f"; steps of up to {max(graphs)} requests captured in {captured:.1f} s" if graphs else ""
     return (
         f"{size(weights)} of weights{few} {where}, "
         f"{size(pages)} of cache: {cache.num_blocks} pages of {cache.block_size} tokens, "
-        f"{cache.k.dtype}".replace("torch.", "")
+        f"{cache.k.dtype}{steps}".replace("torch.", "")
     )

@@ -27,8 +27,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..paged.kv_cache import OutOfPages
 from .metrics import Metrics
@@ -49,6 +50,16 @@ class Chunk:
         return self.request.cached + self.count == len(self.request.tokens)
 
 
+class Numbers(NamedTuple):
+    """What an engine has done, and what it is doing."""
+
+    metrics: Metrics
+    running: int
+    waiting: int
+    pages: int
+    used_pages: int
+
+
 class Engine:
     """Runs requests on a model of models.py.
 
@@ -58,6 +69,10 @@ class Engine:
         max_step_tokens: tokens of a step, at least max_batch: the longest chunk of a prompt.
         max_drafts: tokens drafted for a request in a step; 0 switches drafts off.
         max_waiting: requests that may wait; more are refused.
+
+    Attributes:
+        after_step: is called in the thread of the steps when the requests were told of a step.
+        at_end: is called when that thread ends.
     """
 
     def __init__(
@@ -81,9 +96,11 @@ class Engine:
         self.running: list[Request] = []  # the oldest first
         self.sampler = Sampler(max_batch, model.vocab, model.device)
         self.metrics = Metrics()
-        self._work = threading.Condition()
+        self._work = threading.Condition()  # its lock is reentrant
         self._thread: threading.Thread | None = None
         self._closing = self._draining = False
+        self.after_step: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = lambda: None
         self._blocked: int | None = None  # free pages when the first waiting request had too few
 
     # ---- from any thread ----
@@ -102,19 +119,37 @@ class Engine:
         """Queues all of them, or none where `submit` would raise for one."""
         prompts = [request.check(self.model.vocab, self.max_length) for request in requests]
         with self._work:
-            if self._closing:
-                raise Busy("the server closes")
             if len(self.waiting) + len(requests) > self.max_waiting:
                 raise Busy(f"{len(self.waiting)} requests wait already, of {self.max_waiting}")
-            groups: dict[tuple[int, ...], list[Request]] = {}
             for request, prompt in zip(requests, prompts):
                 # the caller may change its list while the request runs
                 request.prompt, request.tokens = tuple(prompt), prompt
+            if not self.queue(requests):
+                raise Busy("the server closes")
+
+    def queue(self, requests: Sequence[Request]) -> bool:
+        """Queues requests that were checked and whose tokens are set; False if the engine
+        closes."""
+        with self._work:
+            if self._closing:
+                return False
+            groups: dict[tuple[int, ...], list[Request]] = {}
+            for request in requests:
                 request.group = groups.setdefault(request.prompt, [])
                 request.group.append(request)
                 request.arrived = time.perf_counter()
                 self.waiting.append(request)
             self._work.notify()
+            return True
+
+    def numbers(self) -> Numbers:
+        return Numbers(
+            self.metrics,
+            len(self.running),
+            len(self.waiting),
+            self.cache.num_blocks,
+            self.used_pages,
+        )
 
     @property
     def closing(self) -> bool:
@@ -137,11 +172,15 @@ class Engine:
             self._closing = self._draining = True
             self._work.notify()
 
-    def close(self) -> None:
-        """Ends the thread. Requests that are not done end with "abort"."""
+    def stop(self) -> None:
+        """`close` without waiting for the thread."""
         with self._work:
             self._closing, self._draining = True, False
             self._work.notify()
+
+    def close(self) -> None:
+        """Ends the thread. Requests that are not done end with "abort"."""
+        self.stop()
         if self._thread is not None:
             self._thread.join()
         else:
@@ -374,6 +413,8 @@ class Engine:
         finally:
             self._closing = True  # also where the thread ends by an error: nobody waits forever
             self._end_all("abort")
+            self.after_step()
+            self.at_end()
 
     def _steps(self) -> None:
         while True:
@@ -388,3 +429,4 @@ class Engine:
                 for request in list(self.running):
                     self._end(request, f"error: {error}", [])
                 self.cache.forget()
+            self.after_step()

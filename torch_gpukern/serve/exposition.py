@@ -14,17 +14,17 @@ from prometheus_client.core import (
     Metric,
 )
 
-from .engine import Engine
+from .engine import Numbers
 
 __all__ = ["CONTENT_TYPE", "text"]
 
 
 class Collector:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
 
     def collect(self) -> Iterator[Metric]:
-        engine, m = self.engine, self.engine.metrics
+        m, running, waiting, pages, used_pages = self.numbers
         for name, value, about in (
             ("steps", m.steps, "Steps of the engine"),
             ("step_seconds", m.step_seconds, "Time in steps"),
@@ -44,10 +44,10 @@ class Collector:
             finished.add_metric([reason], count)
         yield finished
         for name, number, about in (
-            ("running_requests", len(engine.running), "Requests that run"),
-            ("waiting_requests", len(engine.waiting), "Requests that wait"),
-            ("pages", engine.cache.num_blocks, "Pages of the cache"),
-            ("used_pages", engine.used_pages, "Pages that requests hold"),
+            ("running_requests", running, "Requests that run"),
+            ("waiting_requests", waiting, "Requests that wait"),
+            ("pages", pages, "Pages of the cache"),
+            ("used_pages", used_pages, "Pages that requests hold"),
         ):
             yield GaugeMetricFamily(f"gpukern_{name}", about, number)
         for name, times, about in (
@@ -58,7 +58,7 @@ class Collector:
             yield HistogramMetricFamily(f"gpukern_{name}", about, buckets, total)
 
 
-def text(engine: Engine) -> bytes:
+def text(numbers: Numbers) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(engine))  # type: ignore[arg-type]
+    registry.register(Collector(numbers))  # type: ignore[arg-type]
     return generate_latest(registry)

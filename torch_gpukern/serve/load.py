@@ -45,7 +45,7 @@ HEADS = (
     "by",
 )
 OURS, PEER = "gpukern serve", "generate_batch"
-HANDED = "batch", "pages", "step_tokens", "drafts", "recipe", "kv_cache", "tensor_parallel"
+HANDED = "batch", "pages", "memory", "step_tokens", "drafts", "recipe", "kv_cache", "tensor_parallel"
 PLAIN = (3, 250)  # token ids of prompts: every tokenizer has them
 
 
@@ -194,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--batch", type=whole(1), help="as of gpukern serve")
     p.add_argument("--pages", type=whole(1), help="as of gpukern serve")
+    p.add_argument("--memory", type=float, help="as of gpukern serve")
     p.add_argument("--step-tokens", type=whole(1), help="as of gpukern serve")
     p.add_argument("--drafts", type=whole(0), help="as of gpukern serve")
     p.add_argument("--recipe", choices=("auto", *RECIPES), help="as of gpukern serve")

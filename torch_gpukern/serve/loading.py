@@ -16,6 +16,7 @@ from ..nn.quant.recommended import recommended
 from ..nn.quant.schemes import IMPORTED, SCHEMES
 from .eight_bit import CACHES, TEXTS, scales_of
 from .extras import MODELS, need
+from .memory import pages_beside
 from .models import TransformersModel
 from .probe import served
 from .random_models import random_llama
@@ -34,11 +35,14 @@ class What(NamedTuple):
     directory: str | None
     random: str | None  # a shape of random_models.py
     dtype: torch.dtype
-    pages: int
+    pages: int | None  # None on a GPU: what fits into `memory`
     recipe: str | None = None  # of RECIPES, or auto
     cache: str | None = None  # of CACHES
     batch: int = 1
     ranks: int = 1
+    step_tokens: int = 1
+    drafts: int = 0
+    memory: float = 0.9  # the share of a GPU's memory for weights, pages and steps
 
 
 class Ready(NamedTuple):
@@ -78,7 +82,18 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
     if what.cache is not None:
         dtype = CACHES[what.cache]
         scales = scales_of(net, dtype, prompts_of(tokenizer, net), ranks=what.ranks)
-    model = served(net, what.pages, dtype=dtype, scales=scales, ranks=what.ranks)
+    pages = what.pages
+    if pages is None:
+        pages = pages_beside(
+            net,
+            what.memory,
+            itemsize=(dtype or next(net.parameters()).dtype).itemsize,
+            batch=what.batch,
+            step_tokens=what.step_tokens,
+            drafts=what.drafts,
+            ranks=what.ranks,
+        )
+    model = served(net, pages, dtype=dtype, scales=scales, ranks=what.ranks)
     return Ready(model, tokenizer, stop_ids, recipe)
 
 
@@ -98,14 +113,21 @@ def prompts_of(tokenizer: Any, net: Any) -> list[list[int]]:
     return [[t % vocab for t in tokenizer.encode(text)] for text in TEXTS]
 
 
-def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
-    """A causal language model of transformers, or one that `gpukern quantize` wrote, on the CPU.
-    Norms and MLPs are patched.
+def tokenizer_of(what: What) -> Any:
+    """The tokenizer alone.
 
     Raises:
-        ValueError: no directory, no config.json, no tokenizer, too large a vocabulary, a model of
-            another kind.
+        ValueError: as `load`.
     """
+    if what.random is not None:
+        return Bytes()
+    assert what.directory is not None
+    return Tokenizer(tokenizer_in(what.directory))
+
+
+def tokenizer_in(directory: str | Path) -> Any:
+    """transformers' tokenizer of a directory whose model can be loaded, as far as its config.json
+    says."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(
@@ -122,7 +144,21 @@ def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
             f"{directory} has no tokenizer that transformers can load: {first_line(error)}"
         ) from None
     config = transformers.AutoConfig.from_pretrained(directory)
-    check_vocabulary(config.get_text_config().vocab_size)  # before any weight is read
+    check_vocabulary(config.get_text_config().vocab_size)
+    return tokenizer
+
+
+def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
+    """A causal language model of transformers, or one that `gpukern quantize` wrote, on the CPU.
+    Norms and MLPs are patched.
+
+    Raises:
+        ValueError: no directory, no config.json, no tokenizer, too large a vocabulary, a model of
+            another kind.
+    """
+    directory = Path(directory)
+    tokenizer = tokenizer_in(directory)  # before any weight is read
+    (transformers,) = need(MODELS)
     net = network(transformers, directory, dtype)
     return Loaded(net, Tokenizer(tokenizer), end_tokens(net, tokenizer))
 

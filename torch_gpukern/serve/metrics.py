@@ -40,6 +40,10 @@ class Times:
         """Of the newest durations; 0 if there are none."""
         return percentile(self.newest.copy(), q, 0.0)
 
+    def __getstate__(self) -> dict:
+        """Without the newest durations, which no other process asks for."""
+        return self.__dict__ | {"newest": deque(maxlen=KEPT)}
+
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """(upper end and count of all times up to it, for each bucket; the sum of all times)"""
         upto = np.cumsum(self.counts).tolist()

@@ -4,13 +4,14 @@
     begin(handles, counts)                            reserves the pages of a step; OutOfPages where they are too few
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
 
-On CUDA a step in which every request has one token is a captured graph, one for each power of two
-of requests. If several ranks serve a model (shards.py), rank 0 sends each step to the others
+On CUDA a step in which every request has one token is a captured graph, one for each of the sizes
+that `sizes_upto` lists. If several ranks serve a model (shards.py), rank 0 sends each step to the others
 (ranks.py).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,19 @@ from .transfer import moved, on_device
 
 ATTENTION = "gpukern_paged"
 LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
+CAPTURED_BATCH = 256  # requests of the largest captured step
+
+
+def sizes_upto(batch: int) -> list[int]:
+    """The sizes of captured steps for at most so many requests. Powers of two to 32, then two sizes
+    between consecutive ones: up to 256 there are 12, and at most a third of a step's rows is
+    inactive above 32."""
+    sizes = [1]
+    while sizes[-1] < batch:
+        last = sizes[-1]
+        power = 1 << (last.bit_length() - 1)
+        sizes.append(3 * power // 2 if last == power >= 32 else 2 * power)
+    return sizes
 
 
 class Step:
@@ -107,6 +121,8 @@ class Model:
         self.graph: Captured | None = None  # of the step that began
         self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
+        self.sizes = sizes_upto(self.captured_batch)
+        self.pool: Any = None  # the memory that all graphs share
         self.width = -(-max_length // cache.block_size)
         self.others: Others | None = None  # the ranks that this one sends its steps to
 
@@ -128,11 +144,8 @@ class Model:
     def begin(self, handles: list[int], counts: list[int]) -> None:
         cache, longest = self.cache, max(counts)
         if self.captures(counts):
-            size = 1 << (len(handles) - 1).bit_length()
-            if size not in self.graphs:
-                if self.others is not None:
-                    self.others.tell(Capture(size))
-                self.graphs[size] = self.capture(size)
+            size = self.sizes[bisect_left(self.sizes, len(handles))]
+            self.need(size)
             self.graph = graph = self.graphs[size]
             graph.inputs.wait()
             host = graph.inputs.host
@@ -158,6 +171,20 @@ class Model:
         self.eager(arrays, longest, cache.shared_prefix(handles, counts) if shares else None)
         if self.others is not None:
             self.sent = Run(0, cache.take_copies(), arrays, longest, [])
+
+    def need(self, size: int) -> None:
+        """Captures a step of `size` requests, on all ranks, unless it is captured already."""
+        if size not in self.graphs:
+            if self.others is not None:
+                self.others.tell(Capture(size))
+            self.graphs[size] = self.capture(size)
+
+    def prepare(self, batch: int) -> None:
+        """Captures the steps of up to `batch` requests, so that no request waits for that. The
+        largest comes first: the others then fit into its memory."""
+        if self.captured_batch:
+            for size in reversed(sizes_upto(min(batch, self.captured_batch))):
+                self.need(size)
 
     def eager(
         self, arrays: dict[str, np.ndarray], longest: int, prefix: SharedPrefix | None = None
@@ -252,8 +279,10 @@ class Model:
                 # libraries set themselves up outside of the capture
                 self.run(tokens, positions, rows).argmax(-1)
             torch.cuda.current_stream().wait_stream(side)
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 logits = self.run(tokens, positions, rows)
                 best = logits.argmax(-1)
         return Captured(step, graph, inputs, rows, logits, best)
@@ -285,7 +314,7 @@ class TransformersModel(Model):
         *,
         dtype: torch.dtype | None = None,
         scales: dict[str, Any] | None = None,
-        captured_batch: int = 64,
+        captured_batch: int = CAPTURED_BATCH,
         ranks: int = 1,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface

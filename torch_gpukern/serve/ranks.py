@@ -177,7 +177,7 @@ def _begin(
 ) -> None:
     """A rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         join(rank, ranks, backend, store)
         work(rank, pipe, *args)
@@ -191,7 +191,7 @@ def _begin(
     os._exit(0)  # rank 0 waits for it, and nothing is left to save
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Rank 0 may end while this one loads, or waits for it in a collective."""
     parent = parent_process()
     assert parent is not None

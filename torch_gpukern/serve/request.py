@@ -139,6 +139,7 @@ class Request:
         seed: of the draw. A token depends on seed and position, not on other requests.
         stop_ids: tokens that end the answer; they are its last.
         logprobs: None, or how many of the most likely tokens `scores` has for each place.
+        on_cancel: is called with the reason when the request is cancelled first.
         on_tokens: gets the request, its new tokens, and the reason why it ended or None: "stop",
             "length", "abort" or "error: ...". It is called in the engine's thread and must not
             wait.
@@ -157,6 +158,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     on_tokens: OnTokens | None = None
+    on_cancel: Callable[[str], None] | None = None
 
     tokens: list[int] = field(default_factory=list, init=False)  # the prompt, then the answer
     scores: list[Scores] = field(default_factory=list, init=False)  # of the answer's tokens
@@ -190,7 +192,10 @@ class Request:
 
     def cancel(self, finish: str = "abort") -> None:
         """The engine ends it before its next step. The first reason that is given counts."""
-        self.leaves = self.leaves or finish
+        if self.leaves is None:
+            self.leaves = finish
+            if self.on_cancel is not None:
+                self.on_cancel(finish)
 
     def check(self, vocab: int, max_length: int) -> list[int]:
         """Its prompt as tokens. Numbers become floats and ints of our own.

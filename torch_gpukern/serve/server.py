@@ -20,6 +20,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
+from .apart import Apart
 from .engine import Engine
 
 FLUSH_SECONDS = 2.0  # for last words to clients
@@ -62,7 +63,7 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: Starlette,
-        engine: Engine,
+        engine: Engine | Apart,
         *,
         drain_seconds: float = 5.0,
         says: str = "",

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How many pages of a cache fit beside a model on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .models import sizes_upto
+
+GIB = 2**30
+# Bytes for each logit of a step: in the model's dtype, in float32, and what sampling makes of them.
+BYTES_OF_A_LOGIT = 12
+
+
+def bytes_of_page(config: Any, block_size: int, itemsize: int, ranks: int) -> int:
+    """Of the keys and values of all layers on one rank. config: of a model of transformers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * block_size * (heads // ranks) * dim * itemsize
+
+
+def bytes_of_steps(config: Any, batch: int, step_tokens: int, drafts: int) -> int:
+    """What a step needs beside weights and pages, estimated from above: its activations, and the
+    logits of the longest step and of all captured ones."""
+    width = max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, 1)
+    activations = 4 * step_tokens * (3 * width + 8 * config.hidden_size)
+    rows = min(batch * (1 + drafts), step_tokens) + sum(sizes_upto(batch))
+    return activations + BYTES_OF_A_LOGIT * rows * config.vocab_size
+
+
+def pages_beside(
+    net: Any,
+    share: float,
+    *,
+    itemsize: int,
+    block_size: int = 16,
+    batch: int = 1,
+    step_tokens: int = 1,
+    drafts: int = 0,
+    ranks: int = 1,
+) -> int:
+    """Pages that fit into `share` of the GPU's memory, beside what is taken now and what steps
+    need. All ranks get the number of the fullest one.
+
+    Raises:
+        ValueError: fewer than two do.
+    """
+    config = net.config.get_text_config()
+    device = next(net.parameters()).device
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    steps = bytes_of_steps(config, batch, step_tokens, drafts)
+    room = free - (1 - share) * total - steps
+    pages = int(room // bytes_of_page(config, block_size, itemsize, ranks))
+    if ranks > 1:
+        least = torch.tensor(pages, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        pages = int(least)
+    if pages < 2:
+        raise ValueError(
+            f"--memory is {share:g}: of {total / GIB:.3g} GiB {free / GIB:.3g} are free, steps take "
+            f"up to {steps / GIB:.2g}, and no page fits; raise --memory, lower --batch or "
+            f"--step-tokens, or give --pages"
+        )
+    return pages
