@@ -13,6 +13,17 @@ class NGrams:
         # an n-gram, and where the token after it stands
         self.after: dict[tuple[int, ...], int] = {}
         self.known = 0
+        self.guess: int | None = None  # what a draft says of the token at `at`
+        self.at = self.right = 0
+
+    def streak(self, tokens: list[int]) -> int:
+        """How many tokens in a row drafts would have been right up to now; 0 if there is no draft
+        of the next token. Call it whenever tokens has grown."""
+        if self.guess is not None:
+            self.right = self.right + len(tokens) - self.at if tokens[self.at] == self.guess else 0
+        draft = self.draft(tokens, 1)
+        self.guess, self.at = draft[0] if draft else None, len(tokens)
+        return self.right if draft else 0
 
     def draft(self, tokens: list[int], most: int) -> list[int]:
         """At most so many tokens that followed the longest n-gram at the end of tokens, when it was

@@ -33,8 +33,13 @@ from typing import NamedTuple
 
 from ..paged.kv_cache import OutOfPages
 from .metrics import Metrics
-from .request import Busy, Request, Scores
-from .sampling import Place, Sampler
+from .request import Busy, Request
+from .sampling import Drawn, Place, Sampler
+
+
+# A step with drafts takes so many times a captured step. If drafts may add fewer tokens than that,
+# there are none.
+DRAFTED_COST = 3.0
 
 
 @dataclass
@@ -48,6 +53,15 @@ class Chunk:
     def ends(self) -> bool:
         """Whether the last of the request's tokens is in it, so that a new one follows."""
         return self.request.cached + self.count == len(self.request.tokens)
+
+
+class Flight(NamedTuple):
+    """A batch that was launched, and whose tokens were not taken yet."""
+
+    chunks: list[Chunk]
+    drawn: Drawn | None  # a token for each chunk that ends, and for each drafted one
+    tokens: int
+    began: float
 
 
 class Numbers(NamedTuple):
@@ -101,6 +115,9 @@ class Engine:
         self._closing = self._draining = False
         self.after_step: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
+        self._flight: Flight | None = None
+        self._taken = 0.0  # when the last step's tokens were taken
+        self._would_draft = False
         self._blocked: int | None = None  # free pages when the first waiting request had too few
 
     # ---- from any thread ----
@@ -195,12 +212,32 @@ class Engine:
     # ---- one step ----
 
     def step(self) -> bool:
-        """Runs one batch; False where there is nothing to do."""
+        """Takes the tokens of one batch; False where there is nothing to do.
+
+        If the next batch is known, it is launched first. So the device does not wait for what is
+        done with the tokens.
+        """
         self._drop_cancelled()
-        self._admit()
-        chunks = self._plan()
-        if not chunks:
-            return False
+        flight, self._flight = self._flight, None
+        if flight is None or all(chunk.request.finish is not None for chunk in flight.chunks):
+            self._admit()
+            chunks = self._plan()
+            if not chunks:
+                return False
+            flight = self._launch(chunks)
+        self._flight = self._follow(flight)
+        self._take(flight)
+        now = time.perf_counter()
+        self.metrics.step(
+            now - max(flight.began, self._taken),
+            flight.tokens,
+            self.used_pages / self.cache.num_blocks,
+        )
+        self._taken = now
+        return True
+
+    def _launch(self, chunks: list[Chunk]) -> Flight:
+        """A batch whose pages are reserved."""
         began = time.perf_counter()
         ids: list[int] = []
         positions: list[int] = []
@@ -224,12 +261,54 @@ class Engine:
             for chunk in chunks
         ]
         logits = self.model.forward(ids, positions, rows, starts, before)
-        tokens, scores = self.sampler.pick(logits, places, self.model.best) if rows else ([], [])
-        self._take(chunks, tokens, scores)
-        self.metrics.step(
-            time.perf_counter() - began, len(ids), self.used_pages / self.cache.num_blocks
+        drawn = self.sampler.draw(logits, places, self.model.best) if rows else None
+        return Flight(chunks, drawn, len(ids), began)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The batch behind one whose tokens the host does not know: the same requests with a token
+        each, but for those that end by their length. A request that ends by its token is in the
+        batch, too. What that computes is dropped.
+
+        None if another request may join, or a request needs the host before its next token.
+        """
+        drawn = flight.drawn
+        if not self.model.follows or drawn is None or self._would_draft:
+            return None
+        if any(c.draft or r.penalised or r.logprobs is not None or r.leaves
+               for c in flight.chunks for r in (c.request,)):  # fmt: skip
+            return None
+        if len(drawn.host) < len(flight.chunks) or len(self.running) > len(flight.chunks):
+            return None  # a prompt goes on
+        goes = [
+            i for i, chunk in enumerate(flight.chunks)
+            if chunk.request.finish is None
+            and chunk.request.answered + 1 < (chunk.request.max_tokens or 0)
+        ]  # fmt: skip
+        if not goes or (
+            self.waiting
+            and len(goes) < self.max_batch
+            and (len(goes) < len(flight.chunks) or self._blocked != self.cache.free_blocks)
+        ):
+            return None
+        began = time.perf_counter()
+        requests = [flight.chunks[i].request for i in goes]
+        try:
+            self.model.begin([request.handle for request in requests], [1] * len(goes))
+        except OutOfPages:
+            return None
+        tokens = drawn.tokens
+        if len(goes) < len(flight.chunks):
+            tokens = tokens[self.sampler.ints(goes)]
+        ends = [len(request.tokens) for request in requests]  # positions of the unknown tokens
+        rows = list(range(len(goes)))
+        logits = self.model.forward(tokens, ends, rows, rows, [])
+        places = [Place(request, end + 1) for request, end in zip(requests, ends)]
+        return Flight(
+            [Chunk(request, 1, []) for request in requests],
+            self.sampler.draw(logits, places, self.model.best),
+            len(goes),
+            began,
         )
-        return True
 
     @property
     def used_pages(self) -> int:
@@ -285,6 +364,9 @@ class Engine:
             if count:
                 chunks.append(Chunk(request, count, []))
                 room -= count
+        ones = bool(chunks) and max(chunk.count for chunk in chunks) == 1
+        if ones and self.model.captures([1] * len(chunks)) and not self._would_draft:
+            room = 0  # for drafts, which no captured step has
         for chunk in chunks:
             request = chunk.request
             most = min(
@@ -316,13 +398,20 @@ class Engine:
                 chunks = [chunk for chunk in chunks if chunk.request is not youngest]
         return chunks
 
-    def _take(self, chunks: list[Chunk], picked: list[int], scores: list[Scores | None]) -> None:
+    def _take(self, flight: Flight) -> None:
         """Counts what a step has written, and gives each request its new tokens: drafts as far as
         they were right, and one more."""
-        drawn, scored = iter(picked), iter(scores)
+        gain = 0  # tokens that drafts may add to the next step
+        drawn, scored = iter(()), iter(())
+        if flight.drawn is not None:
+            drawn, scored = iter(flight.drawn.get()), iter(flight.drawn.scores)
         now = time.perf_counter()
-        for chunk in chunks:
+        for chunk in flight.chunks:
             request = chunk.request
+            if request.finish is not None:  # it ended after the step was launched
+                next(drawn)
+                next(scored)
+                continue
             if not chunk.ends():
                 request.cached += chunk.count
                 continue
@@ -357,6 +446,9 @@ class Engine:
                 self._end(request, finish, new)
             else:
                 self._tell(request, new, None)
+                if self.max_drafts and self.model.captured_batch:
+                    gain += min(request.ngrams.streak(request.tokens), self.max_drafts)
+        self._would_draft = gain > (DRAFTED_COST - 1) * len(flight.chunks)
 
     # ---- how requests leave ----
 
@@ -412,6 +504,7 @@ class Engine:
             self._steps()
         finally:
             self._closing = True  # also where the thread ends by an error: nobody waits forever
+            self._flight = None
             self._end_all("abort")
             self.after_step()
             self.at_end()
@@ -426,6 +519,7 @@ class Engine:
                 self.step()
             except Exception as error:
                 # The step may have written anything for the requests that ran.
+                self._flight = None
                 for request in list(self.running):
                     self._end(request, f"error: {error}", [])
                 self.cache.forget()

@@ -125,11 +125,13 @@ class Model:
         self.pool: Any = None  # the memory that all graphs share
         self.width = -(-max_length // cache.block_size)
         self.others: Others | None = None  # the ranks that this one sends its steps to
+        # whether tokens that are on the device alone can be a step's input
+        self.follows = self.device.type == "cuda" and type(self).tokens_of is Model.tokens_of
 
     def lead(self, others: Others) -> None:
         """From now on the other ranks run each step of this one."""
         self.cache.take_copies()
-        self.others = others
+        self.others, self.follows = others, False
 
     def captures(self, counts: list[int]) -> bool:
         """Whether a step of requests with so many tokens each is a captured graph."""
@@ -198,10 +200,17 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, ids: list[int], positions: list[int], rows: list[int], starts: list[int], before: list
+        self,
+        ids: list[int] | Tensor,
+        positions: list[int],
+        rows: list[int],
+        starts: list[int],
+        before: list,
     ) -> Tensor:
         """starts[i] is where request i's tokens begin, before[i] its two tokens before these, where
-        it has them."""
+        it has them. If the model follows, ids may be a tensor on its device, and before is empty."""
+        if isinstance(ids, Tensor):
+            return self.step_of(ids, positions, rows)
         tokens = self.tokens_of(ids, starts, before)
         if self.others is None:
             return self.step_of(tokens, positions, rows)
@@ -236,12 +245,17 @@ class Model:
         """The logits of the step that began."""
         self.best = None
         if self.graph is None:
-            return self.run(*(self.ints(x) for x in (tokens, positions, rows)))
+            ids = tokens if isinstance(tokens, Tensor) else self.ints(tokens)
+            return self.run(ids, self.ints(positions), self.ints(rows))
         inputs, logits, best = self.graph.inputs, self.graph.logits, self.graph.best
         n = len(positions)
-        inputs.host["tokens"].numpy()[:n] = tokens
         inputs.host["positions"].numpy()[:n] = positions
-        inputs.send()
+        if isinstance(tokens, Tensor):
+            inputs.send()
+            inputs.here["tokens"][:n].copy_(tokens)
+        else:
+            inputs.host["tokens"].numpy()[:n] = tokens
+            inputs.send()
         self.graph.graph.replay()
         if len(rows) == n:
             self.best = best[:n]

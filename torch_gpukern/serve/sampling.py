@@ -46,6 +46,25 @@ def uniform(seed: int, position: int) -> float:
     return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
 
 
+class Drawn:
+    """Tokens of a step, on their way to the host."""
+
+    def __init__(self, tokens: Tensor, scores: list[Scores | None]) -> None:
+        self.tokens, self.scores = tokens, scores
+        self.host, self.came = tokens, None
+        if tokens.is_cuda:
+            self.host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.host.copy_(tokens, non_blocking=True)
+            self.came = torch.cuda.Event()
+            self.came.record()
+
+    def get(self) -> list[int]:
+        """Waits for the device to have drawn them, not for what it was given since."""
+        if self.came is not None:
+            self.came.synchronize()
+        return self.host.tolist()
+
+
 class Sampler:
     """Draws the tokens of a step, and keeps the counts that penalties need."""
 
@@ -57,9 +76,9 @@ class Sampler:
     def ints(self, values: Sequence[int]) -> Tensor:
         return on_device(values, torch.int64, self.device)
 
-    def pick(
+    def draw(
         self, logits: Tensor, places: Sequence[Place], best: Tensor | None = None
-    ) -> tuple[list[int], list[Scores | None]]:
+    ) -> Drawn:
         """A token for each row of logits [R, vocab], and its scores where they are asked for.
         `best` has the rows' largest logits' tokens, where they are known."""
         plain = all(r.temperature == 0 and not r.penalised for r, *_ in places)
@@ -67,8 +86,7 @@ class Sampler:
             tokens = best
         else:
             tokens = sample_tokens(logits, **self.settings(places))
-        scores = self.scores(logits, tokens, places)
-        return tokens.tolist(), scores
+        return Drawn(tokens, self.scores(logits, tokens, places))
 
     def settings(self, places: Sequence[Place]) -> dict[str, Tensor]:
         """The arguments of `sample_tokens` for these rows, but for the logits."""
