@@ -212,7 +212,7 @@ def test_draws_follow_the_probabilities():
         places = [
             Place(Request([0], temperature=2.0, top_p=top_p, seed=seed), 9) for seed in range(4000)
         ]
-        counts = Counter(sampler.pick(logits, places)[0])
+        counts = Counter(sampler.draw(logits, places).get())
         assert all(abs(counts[i] / 4000 - share) < 0.03 for i, share in enumerate(shares))
         assert all(counts[i] == 0 for i, share in enumerate(shares) if share == 0)
 

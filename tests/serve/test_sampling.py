@@ -17,6 +17,11 @@ from torch_gpukern.serve.sampling import Place, Sampler, uniform
 pytest_plugins = ("serve_fixtures",)
 
 
+def pick(sampler, logits, places):
+    drawn = sampler.draw(logits, places)
+    return drawn.get(), drawn.scores
+
+
 def place(prompt=(0,), answer=(), drafted=(), position=None, **settings):
     """A place of a request that the engine has taken."""
     request = Request(list(prompt), **settings)
@@ -114,7 +119,7 @@ def test_each_row_is_the_references(vocab, kind):
     if kind == "peaked":
         logits = 20 * logits
     sampler = Sampler(len(places), vocab, torch.device("cpu"))
-    tokens, _ = sampler.pick(logits, places)
+    tokens, _ = pick(sampler, logits, places)
     judged = 0
     for row, at, token in zip(logits, places, tokens):
         p, margin = distribution(row, at)
@@ -126,9 +131,9 @@ def test_each_row_is_the_references(vocab, kind):
     assert judged > 0.9 * len(places)
     # a row by itself, and the rows in another order, which brings other neighbours
     for i in rng.sample(range(len(places)), 12):
-        assert sampler.pick(logits[i : i + 1], places[i : i + 1])[0] == tokens[i : i + 1]
+        assert pick(sampler, logits[i : i + 1], places[i : i + 1])[0] == tokens[i : i + 1]
     order = rng.sample(range(len(places)), len(places))
-    assert sampler.pick(logits[order], [places[i] for i in order])[0] == [tokens[i] for i in order]
+    assert pick(sampler, logits[order], [places[i] for i in order])[0] == [tokens[i] for i in order]
 
 
 def test_ties_at_the_edge_stay_by_token():
@@ -142,14 +147,14 @@ def test_ties_at_the_edge_stay_by_token():
         ({"min_p": 1.0}, {1, 3, 4, 5}),
     ):
         places = [place(seed=seed, temperature=1.0, **settings) for seed in range(400)]
-        assert set(sampler.pick(logits, places)[0]) == want
+        assert set(pick(sampler, logits, places)[0]) == want
 
 
 def test_shares_of_draws():
     """20,000 seeds: each token's share is its probability, within five standard deviations."""
     p = torch.tensor([0.4, 0.05, 0.3, 0.25])
     places = [place(seed=seed, temperature=1.0) for seed in range(20_000)]
-    tokens, _ = Sampler(1, 4, torch.device("cpu")).pick(p.log().expand(20_000, -1), places)
+    tokens, _ = pick(Sampler(1, 4, torch.device("cpu")), p.log().expand(20_000, -1), places)
     for token, share in enumerate(p.tolist()):
         error = 5 * math.sqrt(share * (1 - share) / 20_000)
         assert abs(tokens.count(token) / 20_000 - share) < error
@@ -161,16 +166,16 @@ def test_logits_that_are_not_finite_harm_their_row_alone(bad):
     places = [place(seed=i, **settings) for i, settings in enumerate(SETTINGS)]
     logits = torch.randn(len(places), 300, generator=gen)
     sampler = Sampler(len(places), 300, torch.device("cpu"))
-    clean, _ = sampler.pick(logits, places)
+    clean, _ = pick(sampler, logits, places)
     for row in range(len(places)):
         broken = logits.clone()
         broken[row] = bad
-        tokens, _ = sampler.pick(broken, places)
+        tokens, _ = pick(sampler, broken, places)
         assert 0 <= tokens[row] < 300
         assert tokens[:row] + tokens[row + 1 :] == clean[:row] + clean[row + 1 :]
         broken[row] = logits[row]
         broken[row, 7] = bad
-        tokens, _ = sampler.pick(broken, places)
+        tokens, _ = pick(sampler, broken, places)
         if bad == float("inf"):
             assert tokens[row] == 7
         elif bad < 0:
@@ -206,7 +211,7 @@ def test_captured_sampling_is_the_same():
     graph.replay()
     assert out.tolist() == want.tolist()
     on_cpu = Sampler(len(places), 5000, torch.device("cpu"))
-    assert on_cpu.pick(logits.cpu(), places)[0] == want.tolist()
+    assert pick(on_cpu, logits.cpu(), places)[0] == want.tolist()
 
 
 def test_scores_are_the_models_own():
@@ -215,7 +220,7 @@ def test_scores_are_the_models_own():
         place(temperature=2.0, top_k=3, repetition_penalty=2.0, answer=[4], logprobs=n)
         for n in (0, 4, None)
     ]
-    tokens, scores = Sampler(3, 50, torch.device("cpu")).pick(logits, places)
+    tokens, scores = pick(Sampler(3, 50, torch.device("cpu")), logits, places)
     want = logits.double().log_softmax(-1)
     assert scores[2] is None
     for i, n in enumerate((0, 4)):

@@ -54,16 +54,44 @@ class Answer:
         return Part(self.index, "".join(parts), tokens, finish)
 
 
+Told = tuple[Answer, list[int], "str | None"]  # new tokens, and why they are the last
+
+
+class Queue:
+    """What one task takes from a loop's callbacks."""
+
+    def __init__(self) -> None:
+        self.items: deque[Told] = deque()
+        self.filled = asyncio.Event()
+
+    def put(self, item: Told) -> None:
+        self.items.append(item)
+        self.filled.set()
+
+    async def get(self) -> Told:
+        while not self.items:
+            self.filled.clear()
+            await self.filled.wait()
+        return self.items.popleft()
+
+    def next_is(self, answer: Answer) -> bool:
+        """Whether the next item is there, and of this answer."""
+        return bool(self.items) and self.items[0][0] is answer
+
+    def get_nowait(self) -> Told:
+        return self.items.popleft()
+
+
 class Post:
     """Puts things from other threads into queues of a loop. A step wakes the loop once, not once
     for each request."""
 
     def __init__(self) -> None:
         self.wake = asyncio.get_running_loop().call_soon_threadsafe
-        self.items: deque[tuple[asyncio.Queue, object]] = deque()
+        self.items: deque[tuple[Queue, Told]] = deque()
         self.woken = False
 
-    def put(self, queue: asyncio.Queue, item: object) -> None:
+    def put(self, queue: Queue, item: Told) -> None:
         self.items.append((queue, item))
         if not self.woken:
             self.woken = True
@@ -77,7 +105,7 @@ class Post:
         self.woken = False  # first: what is put from now on wakes the loop again
         while self.items:
             queue, item = self.items.popleft()
-            queue.put_nowait(item)
+            queue.put(item)
 
 
 class Answers:
@@ -87,7 +115,7 @@ class Answers:
         self, engine: Any, requests: Sequence[Request], stop: Sequence[str], tokenizer, post: Post
     ) -> None:
         self.answers = [Answer(i, r, Stream(tokenizer, stop)) for i, r in enumerate(requests)]
-        self.queue: asyncio.Queue = asyncio.Queue()
+        self.queue = Queue()
         for answer in self.answers:
 
             def tell(_, new, finish, answer=answer) -> None:
@@ -110,13 +138,13 @@ class Answers:
     async def parts(self) -> AsyncIterator[Part]:
         """Those of all answers, as they come. Each answer's last part has its finish. If the loop
         is late, tokens of several steps are one part."""
-        left, queue = len(self.answers), self.queue
+        left = len(self.answers)
         while left:
-            answer, new, finish = await queue.get()
+            answer, new, finish = await self.queue.get()
             if answer.finish:
                 continue  # tokens behind a stop string
-            while finish is None and not queue.empty() and queue._queue[0][0] is answer:
-                _, more, finish = queue.get_nowait()
+            while finish is None and self.queue.next_is(answer):
+                _, more, finish = self.queue.get_nowait()
                 new = new + more
             part = answer.add(new, finish)
             left -= part.finish is not None

@@ -172,7 +172,8 @@ class Apart:
     def end(self) -> None:
         """Ends the process."""
         self._over.set()  # its end is no loss
-        self._pipe.close()
+        with self._lock:
+            self._send("end")  # closing the pipe would not: _read keeps it open
         self._process.join(GRACE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -319,8 +320,8 @@ def _begin(pipe: connection.Connection, work: Callable[..., Running], *args: Any
         "numbers": lambda: teller.send(engine.numbers()),
     }
     try:
-        while True:
-            name, *given = pipe.recv()
+        while (message := pipe.recv())[0] != "end":
+            name, *given = message
             calls[name](*given)
     except (EOFError, OSError):
         pass
