@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`gpukern serve`: its arguments, what is missing by name, a model's directory."""
 
+import argparse
 import builtins
 import json
 import sys
@@ -11,7 +12,7 @@ import torch
 from serving import all_free, prompts_of, run
 
 from torch_gpukern.cli.commands import main
-from torch_gpukern.serve import Engine, Request, TransformersModel, extras, loading, sampling
+from torch_gpukern.serve import Engine, Request, TransformersModel, command, extras, loading, sampling
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--pages", "1"], "argument --pages: must be 2 or more, got 1"),
         (["--batch", "x"], "argument --batch: invalid int value: 'x'"),
         (["--step-tokens", "0"], "argument --step-tokens: must be 1 or more, got 0"),
+        (["--memory", "1.5"], "argument --memory: must be above 0, at most 1, got 1.5"),
         (["--port", "65536"], "argument --port: must be at most 65535, got 65536"),
     ],
 )
@@ -33,6 +35,27 @@ def test_flags_are_refused_by_name(flags, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "model", *flags])
     assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "batch", "step_tokens", "pages"),
+    (
+        ("cpu", {}, 64, 512, 4096),
+        ("cuda", {}, 256, 2048, None),
+        ("cuda", {"step_tokens": 100}, 100, 100, None),
+        ("cuda", {"batch": 3000, "pages": 9}, 3000, 3000, 9),
+    ),
+)
+def test_sizes_that_are_left_out_go_by_the_device(device, given, batch, step_tokens, pages):
+    args = argparse.Namespace(**{"batch": None, "step_tokens": None, "pages": None} | given)
+    command.complete(args, torch.device(device))
+    assert (args.batch, args.step_tokens, args.pages) == (batch, step_tokens, pages)
+
+
+def test_more_requests_than_tokens_are_refused():
+    args = argparse.Namespace(batch=9, step_tokens=8, pages=None)
+    with pytest.raises(ValueError, match="--batch is 9; expected at most --step-tokens, 8"):
+        command.complete(args, torch.device("cpu"))
 
 
 def test_directories_are_refused_by_name(tmp_path, capsys, model_dir):

@@ -11,6 +11,7 @@ from torch_gpukern.nn import patch
 from torch_gpukern.paged import shared
 from torch_gpukern.serve import Busy, Engine, Refused, Request, TransformersModel
 from torch_gpukern.serve.drafts import NGrams
+from torch_gpukern.serve.models import sizes_upto
 from torch_gpukern.serve.random_models import random_llama
 from torch_gpukern.serve.sampling import Place, Sampler
 
@@ -312,3 +313,66 @@ def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(net, monkeypatch):
     assert engine.closing and not engine.alive
     with pytest.raises(Busy, match="the server closes"):
         engine.submit(Request([1]))
+
+
+@pytest.mark.parametrize("stop", (0, 30))
+@pytest.mark.parametrize("pages", (64, 9))
+def test_a_step_that_follows_on_the_device_changes_no_answer(net, pages, stop):
+    """Steps whose input the host does not know yet, as CUDA has them: with end tokens, cancelled
+    requests, scores, penalties, drafts, equal prompts and too few pages."""
+    prompts = prompts_of(*range(3, 60, 5), seed=1)
+    prompts += [prompts[0]] * 2
+
+    def answers(follows):
+        model = TransformersModel(net, pages)
+        model.follows = follows
+        forward, followed = model.forward, []
+
+        def counting(ids, *rest):
+            followed.append(isinstance(ids, torch.Tensor))
+            return forward(ids, *rest)
+
+        model.forward = counting
+        engine = Engine(model, max_batch=8, max_step_tokens=64, max_drafts=3)
+        requests = [
+            Request(
+                prompt,
+                max_tokens=10 + 3 * (i % 5),
+                temperature=0.0 if i % 2 else 1.1,
+                seed=i,
+                stop_ids=frozenset(range(stop * (i % 3))),
+                logprobs=2 if i == 5 else None,
+                repetition_penalty=1.2 if i == 7 else 1.0,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        engine.submit_all(requests[-3:])
+        for i, request in enumerate(requests[:-3]):
+            engine.submit(request)
+            engine.step()
+            engine.step()
+            if i == 6:
+                requests[4].cancel()
+        run(engine)
+        assert all_free(engine)
+        del requests[4]
+        return [(r.answer, r.finish, len(r.scores)) for r in requests], sum(followed)
+
+    (want, none), (found, some) = answers(False), answers(True)
+    assert found == want and none == 0 and some > 5
+
+
+def test_sizes_of_captured_steps():
+    assert sizes_upto(1) == [1] and sizes_upto(3) == [1, 2, 4]
+    assert sizes_upto(256) == [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
+    assert sizes_upto(130)[-1] == 192
+
+
+def test_a_streak_of_drafts():
+    """Tokens in a row that drafts would have said, while there is a draft of the next."""
+    ngrams, tokens, found = NGrams(), [1, 2, 3, 4], []
+    for token in (9, 1, 2, 3, 4, 9, 8, 1, 2):
+        tokens.append(token)
+        found.append(ngrams.streak(tokens))
+    # after 1 2 a draft says 3; 3, 4, 9 are right, and then 8 is not 1
+    assert found == [0, 0, 0, 1, 2, 3, 0, 0, 0]

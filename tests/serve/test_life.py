@@ -4,6 +4,7 @@ Nothing is a traceback."""
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -195,3 +196,22 @@ def test_clients_that_leave_anywhere(process):
     assert server.ask({"prompt": "x", "max_tokens": 2}).status == 200
     assert threads() <= before + 40  # starlette's pool for the work that blocks
     assert set(server.end()) <= {"WARNING:  Invalid HTTP request received."}
+
+
+def test_a_killed_engine_ends_the_server(process):
+    """A stream gets an error, and the exit code is 1."""
+    server = process()
+    stream = server.ask(LONG | {"stream": True})
+    stream.read(20)
+    with open(f"/proc/{server.process.pid}/task/{server.process.pid}/children") as children:
+        pids = [int(pid) for pid in children.read().split()]
+    for pid in pids:
+        with open(f"/proc/{pid}/cmdline") as command:
+            if "spawn_main" in command.read():
+                os.kill(pid, signal.SIGKILL)
+    events = stream.read().splitlines()
+    assert events[-2] == b"data: [DONE]"
+    text = "the engine's process has ended, exit code -9"
+    assert json.loads(events[-4][6:])["error"]["message"] == f"error: {text}"
+    _, said = server.process.communicate(timeout=60)
+    assert server.process.returncode == 1 and f"gpukern serve: {text}; the server ends" in said
