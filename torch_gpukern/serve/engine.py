@@ -28,8 +28,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from ..paged.kv_cache import OutOfPages
 from .metrics import Metrics
@@ -44,15 +46,21 @@ DRAFTED_COST = 2.5
 
 @dataclass
 class Chunk:
-    """What a request brings to a step: its next `count` tokens, then drafted ones."""
+    """What a request brings to a step: its next `count` tokens, then drafted ones.
+
+    Attributes:
+        start: how many of its tokens come before.
+        ends: whether the last of the request's tokens is in it, so that a new one follows.
+        source: where its only token is among those of the step before, if the host does not know
+            it yet; else -1.
+    """
 
     request: Request
+    start: int
     count: int
-    draft: list[int]
-
-    def ends(self) -> bool:
-        """Whether the last of the request's tokens is in it, so that a new one follows."""
-        return self.request.cached + self.count == len(self.request.tokens)
+    ends: bool
+    source: int = -1
+    draft: list[int] = field(default_factory=list)
 
 
 class Flight(NamedTuple):
@@ -236,8 +244,8 @@ class Engine:
         self._taken = now
         return True
 
-    def _launch(self, chunks: list[Chunk]) -> Flight:
-        """A batch whose pages are reserved."""
+    def _launch(self, chunks: list[Chunk], known: Drawn | None = None) -> Flight:
+        """A batch whose pages are reserved. known: the tokens of the step before."""
         began = time.perf_counter()
         ids: list[int] = []
         positions: list[int] = []
@@ -245,70 +253,63 @@ class Engine:
         rows: list[int] = []  # whose logits are asked for
         places: list[Place] = []  # how each of them is drawn
         for chunk in chunks:
-            request = chunk.request
+            request, end = chunk.request, chunk.start + chunk.count
             starts.append(len(ids))
-            ids += request.tokens[request.cached : request.cached + chunk.count] + chunk.draft
-            positions += range(request.cached, request.cached + chunk.count + len(chunk.draft))
-            if chunk.ends():
+            ids += [0] if chunk.source >= 0 else request.tokens[chunk.start : end]
+            ids += chunk.draft
+            positions += range(chunk.start, end + len(chunk.draft))
+            if chunk.ends:
                 first = len(ids) - 1 - len(chunk.draft)
                 rows += range(first, len(ids))
                 places += [
-                    Place(request, len(request.tokens) + i, chunk.draft[:i])
-                    for i in range(1 + len(chunk.draft))
+                    Place(request, end + i, chunk.draft[:i]) for i in range(1 + len(chunk.draft))
                 ]
-        before = [
-            chunk.request.tokens[max(chunk.request.cached - 2, 0) : chunk.request.cached]
-            for chunk in chunks
-        ]
-        logits = self.model.forward(ids, positions, rows, starts, before)
+        if known is None:
+            before = [c.request.tokens[max(c.start - 2, 0) : c.start] for c in chunks]
+            logits = self.model.forward(ids, positions, rows, starts, before)
+        else:
+            tokens = self._tokens(chunks, ids, starts, known.tokens)
+            logits = self.model.forward(tokens, positions, rows, starts, [])
         drawn = self.sampler.draw(logits, places, self.model.best) if rows else None
         return Flight(chunks, drawn, len(ids), began)
 
-    def _follow(self, flight: Flight) -> Flight | None:
-        """The batch behind one whose tokens the host does not know: the same requests with a token
-        each, but for those that end by their length. A request that ends by its token is in the
-        batch, too. What that computes is dropped.
+    def _tokens(
+        self, chunks: list[Chunk], ids: list[int], starts: list[int], known: Tensor
+    ) -> Tensor:
+        """The ids on the device, with those that the host does not know."""
+        sources = [chunk.source for chunk in chunks if chunk.source >= 0]
+        if len(sources) == len(ids):
+            whole = len(sources) == len(known) and sources == list(range(len(known)))
+            return known if whole else known[self.sampler.ints(sources)]
+        tokens = self.sampler.ints(ids)
+        if sources:
+            places = [start for start, c in zip(starts, chunks, strict=True) if c.source >= 0]
+            tokens[self.sampler.ints(places)] = known[self.sampler.ints(sources)]
+        return tokens
 
-        None if another request may join, or a request needs the host before its next token.
+    def _follow(self, flight: Flight) -> Flight | None:
+        """The batch behind one whose tokens the host does not know. Requests that end by their
+        length are not in it. A request that ends by its token is, and what that computes is
+        dropped.
+
+        None if a request needs the host before its next token, or pages are too few.
         """
         drawn = flight.drawn
         if not self.model.follows or drawn is None or self._would_draft:
             return None
-        if any(c.draft or r.penalised or r.logprobs is not None or r.leaves
-               for c in flight.chunks for r in (c.request,)):  # fmt: skip
-            return None
-        if len(drawn.host) < len(flight.chunks) or len(self.running) > len(flight.chunks):
-            return None  # a prompt goes on
-        goes = [
-            i for i, chunk in enumerate(flight.chunks)
-            if chunk.request.finish is None
-            and chunk.request.answered + 1 < (chunk.request.max_tokens or 0)
-        ]  # fmt: skip
-        if not goes or (
-            self.waiting
-            and len(goes) < self.max_batch
-            and (len(goes) < len(flight.chunks) or self._blocked != self.cache.free_blocks)
+        self._admit()
+        if any(chunk.draft for chunk in flight.chunks) or any(
+            r.penalised or r.logprobs is not None or r.leaves for r in self.running
         ):
             return None
-        began = time.perf_counter()
-        requests = [flight.chunks[i].request for i in goes]
+        chunks = self._in_order(self._chunks(flight))
         try:
-            self.model.begin([request.handle for request in requests], [1] * len(goes))
+            if not chunks:
+                return None
+            self.model.begin([c.request.handle for c in chunks], [c.count for c in chunks])
         except OutOfPages:
             return None
-        tokens = drawn.tokens
-        if len(goes) < len(flight.chunks):
-            tokens = tokens[self.sampler.ints(goes)]
-        ends = [len(request.tokens) for request in requests]  # positions of the unknown tokens
-        rows = list(range(len(goes)))
-        logits = self.model.forward(tokens, ends, rows, rows, [])
-        places = [Place(request, end + 1) for request, end in zip(requests, ends)]
-        return Flight(
-            [Chunk(request, 1, []) for request in requests],
-            self.sampler.draw(logits, places, self.model.best),
-            len(goes),
-            began,
-        )
+        return self._launch(chunks, drawn)
 
     @property
     def used_pages(self) -> int:
@@ -354,16 +355,45 @@ class Engine:
                 return cache.fork(other.handle, prompt), prompt
         return handle, known
 
-    def _plan(self) -> list[Chunk]:
-        """The chunks of the next step, whose pages are reserved. Decoding requests come first, so
-        that each has its token."""
+    def _chunks(self, flight: Flight | None = None) -> list[Chunk]:
+        """What fits into the next step, or into the one behind `flight`. Decoding requests come
+        first, so that each has its token."""
+        chunks: list[Chunk] = []
+        ahead: dict[Request, tuple[Chunk, int]] = {}  # a chunk, and where its token will be
+        row = 0
+        for chunk in flight.chunks if flight else ():
+            ahead[chunk.request] = chunk, row
+            row += chunk.ends
+        for request in self.running:
+            start, end, source = request.cached, len(request.tokens), -1
+            if request in ahead:
+                chunk, row = ahead[request]
+                start = chunk.start + chunk.count
+                if chunk.ends:
+                    if request.answered + 1 == request.max_tokens:
+                        continue
+                    end, source = end + 1, row
+            chunks.append(Chunk(request, start, end - start, True, source))
+        chunks.sort(key=lambda chunk: chunk.count > 1)
         room = self.max_step_tokens
-        chunks = []
-        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cached > 1):
-            count = min(len(request.tokens) - request.cached, room)
-            if count:
-                chunks.append(Chunk(request, count, []))
-                room -= count
+        for chunk in chunks:
+            if chunk.count > room:
+                chunk.count, chunk.ends = room, False
+            room -= chunk.count
+        return [chunk for chunk in chunks if chunk.count]
+
+    def _in_order(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Those that share pages side by side, where the model reads such pages once."""
+        if not chunks or not self.model.shares_prefixes([c.count + len(c.draft) for c in chunks]):
+            return chunks
+        order = self.cache.by_pages([chunk.request.handle for chunk in chunks])
+        place = {handle: i for i, handle in enumerate(order)}
+        return sorted(chunks, key=lambda chunk: place[chunk.request.handle])
+
+    def _plan(self) -> list[Chunk]:
+        """The chunks of the next step, whose pages are reserved."""
+        chunks = self._chunks()
+        room = self.max_step_tokens - sum(chunk.count for chunk in chunks)
         ones = bool(chunks) and max(chunk.count for chunk in chunks) == 1
         if ones and self.model.captures([1] * len(chunks)) and not self._would_draft:
             room = 0  # for drafts, which no captured step has
@@ -375,13 +405,10 @@ class Engine:
                 room,
                 (request.max_tokens or 0) - request.answered - 1,
             )
-            if chunk.ends() and most > 0 and request.answered:
+            if chunk.ends and most > 0 and request.answered:
                 chunk.draft = request.ngrams.draft(request.tokens, most)
                 room -= len(chunk.draft)
-        if chunks and self.model.shares_prefixes([c.count + len(c.draft) for c in chunks]):
-            order = self.cache.by_pages([chunk.request.handle for chunk in chunks])
-            place = {handle: i for i, handle in enumerate(order)}
-            chunks.sort(key=lambda chunk: place[chunk.request.handle])
+        chunks = self._in_order(chunks)
         while chunks:
             try:
                 self.model.begin(
@@ -408,15 +435,13 @@ class Engine:
         now = time.perf_counter()
         for chunk in flight.chunks:
             request = chunk.request
-            if request.finish is not None:  # it ended after the step was launched
-                next(drawn)
-                next(scored)
-                continue
-            if not chunk.ends():
+            if not chunk.ends:
                 request.cached += chunk.count
                 continue
             tokens = [next(drawn) for _ in range(1 + len(chunk.draft))]
             their_scores = [next(scored) for _ in tokens]
+            if request.finish is not None:  # it ended after the step was launched
+                continue
             right = 0
             while right < len(chunk.draft) and tokens[right] == chunk.draft[right]:
                 right += 1
