@@ -195,7 +195,8 @@ def test_two_processes_answer_as_one(process, net, wanted):
     prompt part. Then a rank is killed in mid-stream: the stream ends, and so does the server."""
     server = process("--random=tiny", "--tensor-parallel", "2", "--step-tokens", "64")
     assert "of weights on each of 2 ranks" in server.says
-    (other,) = children_of(server.process.pid)
+    (its_engine,) = children_of(server.process.pid)
+    (other,) = children_of(its_engine)
     prompts = prompts_of(70, 20, 9)
     body = {"prompt": prompts, "max_tokens": 12, "temperature": 0, "n": 2, "logprobs": 0}
     answer = server.ask(body)
@@ -225,7 +226,8 @@ def test_two_processes_answer_as_one(process, net, wanted):
 def test_a_signal_ends_both_processes(process, model_dir):
     server = process(model_dir, "--tensor-parallel", "2", "--kv-cache", "int8", "--recipe", "int8")
     assert "(int8) on each of 2 ranks" in server.says and "tokens, int8" in server.says
-    (other,) = children_of(server.process.pid)
+    (its_engine,) = children_of(server.process.pid)
+    (other,) = children_of(its_engine)
     assert server.ask({"prompt": "x", "max_tokens": 2}).status == 200
     assert server.end() == []
     assert not Path(f"/proc/{other}").exists()
