@@ -64,8 +64,12 @@ def test_answers_are_those_of_an_engine_here(apart):
     for x, y in zip(here, there, strict=True):
         assert y.over.wait(60)
         assert (x.answer, x.finish) == (y.answer, y.finish) and told[id(y)] == y.answer
-        assert [[i for i, _ in s.top] for s in x.scores] == [[i for i, _ in s.top] for s in y.scores]
-        assert [s.logprob for s in y.scores] == pytest.approx([s.logprob for s in x.scores], abs=1e-4)
+        assert [[i for i, _ in s.top] for s in x.scores] == [
+            [i for i, _ in s.top] for s in y.scores
+        ]
+        assert [s.logprob for s in y.scores] == pytest.approx(
+            [s.logprob for s in x.scores], abs=1e-4
+        )
     assert len(there[0].scores) == 9
     numbers = apart.numbers()
     assert numbers.used_pages == numbers.running == numbers.waiting == 0 and numbers.pages == 64

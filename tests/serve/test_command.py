@@ -12,7 +12,15 @@ import torch
 from serving import all_free, prompts_of, run
 
 from torch_gpukern.cli.commands import main
-from torch_gpukern.serve import Engine, Request, TransformersModel, command, extras, loading, sampling
+from torch_gpukern.serve import (
+    Engine,
+    Request,
+    TransformersModel,
+    command,
+    extras,
+    loading,
+    sampling,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The engine in a process of its own.
 
-HTTP takes about as much of Python's time as the steps do, and threads of one process take turns
-with it: a step of 4 ms took 14 ms while a thread beside it wrote 64 streams. So `gpukern serve` runs
-the engine in another process. This module has both ends of the pipe between them.
+HTTP takes about as much of Python's time as the steps do, and threads of one process share one
+lock: a wait of 4 ms for the device became 14 ms beside a thread that wrote 64 streams. So `gpukern
+serve` runs the engine in another process. This module has both ends of the pipe between them.
 
     Apart     in the process of HTTP: what the application needs of an Engine
     _begin    in the process of the engine

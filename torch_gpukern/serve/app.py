@@ -25,8 +25,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from . import chat, completions, exposition
-from .apart import Apart
 from .answers import Answers, Post, Token
+from .apart import Apart
 from .call import Call
 from .engine import Engine
 from .errors import error_of, on_exception, on_http_exception, refusal, refused
@@ -62,7 +62,9 @@ class App:
         stop_ids: tokens that end an answer.
     """
 
-    def __init__(self, engine: Engine | Apart, tokenizer: Any, name: str, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, engine: Engine | Apart, tokenizer: Any, name: str, stop_ids: frozenset[int]
+    ) -> None:
         self.engine, self.tokenizer, self.name, self.stop_ids = engine, tokenizer, name, stop_ids
         self.began = int(time.time())
         self.post: Post  # of the loop in which the application runs

@@ -281,7 +281,9 @@ def about(ready: loading.Ready, engine: Engine, captured: float) -> str:
     where = f"on {cache.k.device}" if ranks == 1 else f"on each of {ranks} ranks"
     few = "" if ready.recipe is None else f" ({ready.recipe})"
     graphs = ready.model.graphs
-    steps = f"; steps of up to {max(graphs)} requests captured in {captured:.1f} s" if graphs else ""
+    steps = (
+        f"; steps of up to {max(graphs)} requests captured in {captured:.1f} s" if graphs else ""
+    )
     return (
         f"{size(weights)} of weights{few} {where}, "
         f"{size(pages)} of cache: {cache.num_blocks} pages of {cache.block_size} tokens, "

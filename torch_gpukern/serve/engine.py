@@ -38,7 +38,6 @@ from .metrics import Metrics
 from .request import Busy, Request
 from .sampling import Drawn, Place, Sampler
 
-
 # A step with drafts takes so many times a captured one (14.3 ms and 5.8, 64 requests on an 8B model
 # in bfloat16, H200). If drafts cannot add more tokens than that, there are none.
 DRAFTED_COST = 2.5

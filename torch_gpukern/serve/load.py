@@ -45,7 +45,16 @@ HEADS = (
     "by",
 )
 OURS, PEER = "gpukern serve", "generate_batch"
-HANDED = "batch", "pages", "memory", "step_tokens", "drafts", "recipe", "kv_cache", "tensor_parallel"
+HANDED = (
+    "batch",
+    "pages",
+    "memory",
+    "step_tokens",
+    "drafts",
+    "recipe",
+    "kv_cache",
+    "tensor_parallel",
+)
 PLAIN = (3, 250)  # token ids of prompts: every tokenizer has them
 
 

@@ -76,9 +76,7 @@ class Sampler:
     def ints(self, values: Sequence[int]) -> Tensor:
         return on_device(values, torch.int64, self.device)
 
-    def draw(
-        self, logits: Tensor, places: Sequence[Place], best: Tensor | None = None
-    ) -> Drawn:
+    def draw(self, logits: Tensor, places: Sequence[Place], best: Tensor | None = None) -> Drawn:
         """A token for each row of logits [R, vocab], and its scores where they are asked for.
         `best` has the rows' largest logits' tokens, where they are known."""
         plain = all(r.temperature == 0 and not r.penalised for r, *_ in places)
