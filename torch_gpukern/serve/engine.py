@@ -428,9 +428,9 @@ class Engine:
         """Counts what a step has written, and gives each request its new tokens: drafts as far as
         they were right, and one more."""
         gain = 0  # tokens that drafts may add to the next step
-        drawn, scored = iter(()), iter(())
-        if flight.drawn is not None:
-            drawn, scored = iter(flight.drawn.get()), iter(flight.drawn.scores)
+        there = flight.drawn
+        drawn = iter([] if there is None else there.get())
+        scored = iter([] if there is None else there.scores)
         now = time.perf_counter()
         for chunk in flight.chunks:
             request = chunk.request
