@@ -198,6 +198,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         add_bias_again(t, j, edge);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            opaque(sum[r]); /* without it take_block keeps its comparison in a register */
             const bool left =
                 softmax.refer_row_again(r, softmax.row_top(s, 1, r), sum[r], factor[r]);
             const float m = softmax.m[r];
