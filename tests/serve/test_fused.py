@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fused layers compute what the network's own layers compute. Other layers are not replaced."""
 
+import gc
+
 import pytest
 import torch
 from conftest import generator, randn
@@ -135,6 +137,7 @@ def test_interleaved_angles_are_left():
     from transformers.models.llama import modeling_llama
 
     net = network()
+    gc.collect()  # a model of another test that accelerate changed has its own rotation in place
 
     def rotate(x):
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
