@@ -32,8 +32,8 @@ from .ranks import end_with_parent
 from .request import Busy, Request
 
 GRACE_SECONDS = 20.0
-# What the engine needs of a request: its arguments, but for what is called.
-SENT = tuple(f.name for f in fields(Request) if f.init and f.name not in ("on_tokens", "on_cancel"))
+# What the engine needs of a request: its arguments, but for what is called here.
+SENT = tuple(f.name for f in fields(Request) if f.init and f.name != "on_tokens")
 
 
 class Running(NamedTuple):
@@ -87,6 +87,7 @@ class Apart:
         self._numbers = Numbers(Metrics(), 0, 0, 0, 0)
         self._ids = count()
         self._lock = threading.Lock()  # of the pipe's end, and of _requests
+        self._ready = False
         self._over = threading.Event()
         self._counted = threading.Event()
         context = get_context("spawn")
@@ -109,6 +110,7 @@ class Apart:
         if isinstance(first, Exception):
             raise first
         self.about, self.vocab, self.max_length, self.most = first
+        self._ready = True
         threading.Thread(target=self._read, name="engine's tokens", daemon=True).start()
         return self.about
 
@@ -172,9 +174,10 @@ class Apart:
     def end(self) -> None:
         """Ends the process."""
         self._over.set()  # its end is no loss
-        with self._lock:
-            self._send("end")  # closing the pipe would not: _read keeps it open
-        self._process.join(GRACE_SECONDS)
+        if self._ready:
+            with self._lock:
+                self._send("end")  # closing the pipe would not do: _read keeps it open
+            self._process.join(GRACE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -188,6 +191,7 @@ class Apart:
     # ---- what the engine says ----
 
     def _read(self) -> None:
+        loss: str | None = None  # that was not said yet
         try:
             while True:
                 message = self._pipe.recv()
@@ -208,19 +212,23 @@ class Apart:
             pass
         if not self._over.is_set():
             self._process.join(GRACE_SECONDS)
-            text = f"the engine's process has ended, exit code {self._process.exitcode}"
-            self.lost, self.closing = text, True
+            self.closing = True
+            if self.lost is None:
+                loss = f"the engine's process has ended, exit code {self._process.exitcode}"
+                self.lost = loss
         self._over.set()
         self._counted.set()
         with self._lock:
             left = list(self._requests)
         for number in left:
             self._tell(number, [], "abort" if self.lost is None else f"error: {self.lost}", [])
-        if self.lost is not None:
-            self.on_loss(self.lost)
+        if loss is not None:
+            self.on_loss(loss)
 
     def _tell(self, number: int, new: list[int], finish: str | None, scores: list) -> None:
-        request = self._requests[number]
+        request = self._requests.get(number)
+        if request is None:
+            return
         request.tokens += new
         request.scores += scores
         if finish is not None:

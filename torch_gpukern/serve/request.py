@@ -139,7 +139,6 @@ class Request:
         seed: of the draw. A token depends on seed and position, not on other requests.
         stop_ids: tokens that end the answer; they are its last.
         logprobs: None, or how many of the most likely tokens `scores` has for each place.
-        on_cancel: is called with the reason when the request is cancelled first.
         on_tokens: gets the request, its new tokens, and the reason why it ended or None: "stop",
             "length", "abort" or "error: ...". It is called in the engine's thread and must not
             wait.
@@ -158,7 +157,6 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     on_tokens: OnTokens | None = None
-    on_cancel: Callable[[str], None] | None = None
 
     tokens: list[int] = field(default_factory=list, init=False)  # the prompt, then the answer
     scores: list[Scores] = field(default_factory=list, init=False)  # of the answer's tokens
@@ -168,6 +166,8 @@ class Request:
     handle: int | None = field(default=None, init=False)
     cached: int = field(default=0, init=False)  # tokens whose keys are in the cache
     leaves: str | None = field(default=None, init=False)  # why the engine is to end it
+    # is called with that reason, where the engine is another process (apart.py)
+    on_cancel: Callable[[str], None] | None = field(default=None, init=False, repr=False)
     preempted: int = field(default=0, init=False)
     drafts: int = field(default=1, init=False)  # how many tokens to draft next
     ngrams: NGrams = field(default_factory=NGrams, init=False)
