@@ -34,6 +34,7 @@ __all__ = ["Op", "has_tangent", "unwrapped"]
 
 _NUMBER_TYPES = ("float", "int", "SymInt", "bool", "Optional[float]")
 _TENSORS = {Tensor, torch.nn.Parameter}
+_NUMBERS = (int, float)  # not bool, which is no number to a schema
 # Types for which a schema accepts every value or none. The exception: integers of more than 64 bits
 # are refused.
 _PLAIN = {*_TENSORS, type(None), bool, int, float, str, torch.dtype}
@@ -125,9 +126,14 @@ class Op:
         ):
             return self._seen(args)
         # Trailing defaults are left out: torch fills them in faster than it converts arguments.
+        # Equal numbers count, as they do for the dispatcher: what a call keeps for its gradients
+        # may depend on how many arguments come, and checkpointing takes both ways.
         n = self.required
         for place, default in self._from_last:
-            if args[place] is not default:
+            given = args[place]
+            if given is not default and not (
+                type(given) in _NUMBERS and type(default) in _NUMBERS and given == default
+            ):
                 n = place + 1
                 break
         args = args[:n]

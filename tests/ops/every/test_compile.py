@@ -610,6 +610,24 @@ def test_checkpoint(reentrant, device):
         assert same_bits(x, y)
 
 
+@pytest.mark.parametrize("op", ("flash_attn", "gemm", "rms_norm"))
+def test_checkpoint_around_a_first_call(op, device, monkeypatch):
+    """A call with types that no call has had goes by the dispatcher, which drops defaults, and the
+    call that is made again does not. Both must keep the same tensors, given equal defaults, too."""
+    holder = sys.modules[f"torch_gpukern.ops.{'norm' if op == 'rms_norm' else op}"]
+    monkeypatch.setattr(getattr(holder, f"_{op}"), "_served", {})
+    x = torch.randn(2, 4, 16, 16, device=device, requires_grad=True)
+    zero, one = float("0"), float("1")  # other objects than the defaults
+    calls = {
+        "flash_attn": lambda x: torch_gpukern.flash_attn(x, x, x, is_causal=True, dropout_p=zero),
+        "gemm": lambda x: torch_gpukern.gemm(x[0, 0], x[0, 1], alpha=one),
+        "rms_norm": lambda x: torch_gpukern.rms_norm(x, weight_offset=zero),
+    }
+    for _ in range(2):
+        checkpoint(calls[op], x, use_reentrant=False).sum().backward()
+    assert x.grad.isfinite().all()
+
+
 def test_selective_checkpoint_sees_the_raw_op(device):
     """A policy by op name keeps the results of flash_attn_fwd and recomputes everything else."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
