@@ -295,7 +295,11 @@ def attn_mask_columns(rows: Tensor, seq_q: int, *, is_causal: bool) -> AttnMask:
     arXiv:2410.01359.
     """
     rows = _by_head("attn_mask_columns", "rows", rows, 4, "[B, H, Sk, n]")
-    return _built("columns", rows, seq_q, rows.shape[2], is_causal)
+    try:
+        return _built("columns", rows, seq_q, rows.shape[2], is_causal)
+    except ValueError as error:  # the op calls rows by the name of the form
+        text = str(error).replace("attn_mask: columns", "attn_mask_columns: rows")
+        raise ValueError(text) from None
 
 
 def attn_mask_blocks(
