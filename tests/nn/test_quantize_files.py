@@ -321,6 +321,36 @@ def test_parameters_on_meta_become_the_files(recipe, tmp_path):
         gnn.load_quantized(other, tmp_path / "few")
 
 
+@pytest.mark.parametrize("head", ["classifier", "score"])
+def test_heads_of_any_name_stay(head, tmp_path):
+    """As in accelerate. A skip of the caller's decides alone."""
+    transformers = pytest.importorskip("transformers")
+    kind = {"classifier": "Bert", "score": "Llama"}[head]
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=70,
+        pad_token_id=0,
+    )
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    model.save_pretrained(tmp_path / "model")
+    for layout in ("gpukern", "compressed-tensors"):
+        changed = gnn.quantize_directory(
+            tmp_path / "model", tmp_path / layout, "w8", layout=layout, show=False, say=None
+        )
+        assert head not in changed and len(changed) >= 6
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        if layout != "gpukern":
+            assert head in config["quantization_config"]["ignore"]
+    gnn.load_quantized(model, tmp_path / "gpukern")
+    changed = gnn.quantize_directory(
+        tmp_path / "model", tmp_path / "all", "w8", skip=("*embed*",), show=False, say=None
+    )
+    assert head in changed
+
+
 def test_models_of_transformers(tmp_path):
     """GPT-2's Conv1D stays, Mixtral's joined experts are refused before a file is written, and
     transformers refuses the directory."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as TheirConv1D
 
 from ..nn.patching import Patched, patch
-from ..nn.quant.files import SKIP
+from ..nn.quant.files import SKIP, heads_of
 from ..nn.quant.quantize import Quantized, is_skipped, quantize
 from ..nn.rows import served
 from ..ops import linear, rope
@@ -95,7 +95,7 @@ def change(
             done.patched.replaced[path] = "Conv1D -> linear"
     _count_layers(done)
     if quantise is not None:
-        heads = _heads(model)
+        heads = heads_of(model)
         done.quantized = quantize(
             model, quantise, skip=lambda name, m: is_skipped(name, m, SKIP) or m in heads, say=None
         )
@@ -104,16 +104,6 @@ def change(
             done.left[f"{paths} in {quantise}"] = why
     if not loss:
         done.left["loss"] = "loss=False"
-
-
-def _heads(model: PreTrainedModel) -> set[torch.nn.Module | None]:
-    """What stands outside of the body (classifiers, which LoRA trains as they are), and the heads
-    of models within the model."""
-    body = set(model.base_model.modules())
-    heads: set[torch.nn.Module | None] = {m for m in model.modules() if m not in body}
-    return heads | {
-        m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel)
-    }
 
 
 def _count_layers(done: Accelerated) -> None:

@@ -90,9 +90,9 @@ def quantize_directory(
             copied.
         recipe: as in `quantize`, without calibration or training.
         skip: patterns of names ("model.layers.0.self_attn.q_proj", without ".weight") or last parts
-            that stay; by default embeddings, the head, norms and routers. What is no 2-dimensional
-            floating ".weight" stays, too, and where transformers knows the model what is no
-            nn.Linear of it (GPT-2's Conv1D).
+            that stay; by default embeddings, heads (classifiers, too, where transformers knows the
+            model), norms and routers. What is no 2-dimensional floating ".weight" stays, too, and
+            where transformers knows the model what is no nn.Linear of it (GPT-2's Conv1D).
         device: where weights are rounded.
         show: a progress bar on stderr.
         say: is called with a line at the end.
@@ -122,8 +122,8 @@ def quantize_directory(
         raise ValueError(f"quantize: {target} exists and is not an empty directory")
     _config("quantize", source)
     held = [(file, _header(file)) for file in files]
-    linear = _linear_layers(source, [name for _, (names, _) in held for name in names])
-    stays = _Stays(skip, linear)
+    linear, heads = _linear_layers(source, [name for _, (names, _) in held for name in names])
+    stays = _Stays([*skip, *heads] if tuple(skip) == SKIP else skip, linear)
     if all(
         stays(n.removesuffix(".weight"), None)
         for _, (names, _) in held
@@ -194,25 +194,37 @@ def _describe(config: Path, quantization: dict[str, Any]) -> None:
     config.write_text(json.dumps(about, indent=2) + "\n")
 
 
-def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
-    """Names of the nn.Linear modules of the model that transformers builds from the configuration;
-    None if transformers does not know the model."""
+def heads_of(model: Any) -> set[torch.nn.Module | None]:
+    """The modules of a transformers model outside of its body (classifiers, which LoRA trains as
+    they are), and the heads of models within the model."""
+    body = set(model.base_model.modules())
+    heads: set[torch.nn.Module | None] = {m for m in model.modules() if m not in body}
+    return heads | {
+        m.get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")
+    }
+
+
+def _linear_layers(source: Path, names: list[str]) -> tuple[set[str] | None, set[str]]:
+    """Names of the nn.Linear modules of the model that transformers builds from the configuration,
+    and of its heads; None and no head if transformers does not know the model."""
     if "model_type" not in _config("quantize", source):
-        return None
+        return None, set()
     try:
         import transformers
     except ImportError:
-        return None
+        return None, set()
     try:
         about = transformers.AutoConfig.from_pretrained(source)
         kind = next((getattr(transformers, n, None) for n in about.architectures or ()), None)
         with torch.device("meta"):
             model = kind._from_config(about) if kind else transformers.AutoModel.from_config(about)
     except Exception:  # a model of its own code, or of another transformers: names alone decide
-        return None
+        return None, set()
+    heads = heads_of(model)
     for root in (model, getattr(model, "base_model", model)):
         if set(names) <= root.state_dict().keys():
-            return {name for name, m in root.named_modules() if isinstance(m, torch.nn.Linear)}
+            linear = {n: m for n, m in root.named_modules() if isinstance(m, torch.nn.Linear)}
+            return set(linear), {name for name, m in linear.items() if m in heads}
     unknown = sorted(set(names) - model.state_dict().keys())
     raise ValueError(
         f"quantize: {source} has tensors that are no tensors of {type(model).__name__} "
@@ -528,7 +540,7 @@ def add_arguments(commands: Any) -> None:
         nargs="+",
         default=list(SKIP),
         metavar="PATTERN",
-        help=f"names that stay; default: {' '.join(SKIP)}",
+        help=f"names that stay; default: heads of every name and {' '.join(SKIP)}",
     )
     p.add_argument("--device", default="cpu", help="where weights are rounded")
     p.add_argument(
