@@ -657,6 +657,10 @@ REFUSED = (
         dict(bias=t(2, 5, 6)),
         "bias must have 4 dimensions that broadcast to [2, 4, 5, 6], got [1, 2, 5, 6]",
     ),
+    (
+        dict(bias=t(5, 6).bool()),
+        "bias must have q's dtype or float32, got bool; pass it as attn_mask",
+    ),
     (dict(bias=t(6)), "bias must have 2 to 4 dimensions, got 1"),
     (dict(bias=t(5, 6, dtype=BF16)), "bias must be float32, got bfloat16"),
     (dict(distance_bias=t(4, 11)), "distance_bias must have shape [4, 10] or [1, 10], got [4, 11]"),

@@ -53,6 +53,11 @@ def scores_of(
         attn_mask = attn_mask_of(_broadcast(name, "attn_mask", attn_mask, q, k))
     if bias is not None:
         bias = _four_dims(name, "bias", bias)
+        if bias.dtype is torch.bool:
+            raise ValueError(
+                f"{NAMESPACE}::{name}: bias must have q's dtype or float32, got bool; pass it as "
+                f"attn_mask"
+            )
     if attn_mask is None:
         return None, 0, 0, 0, bias, distance_bias
     return attn_mask.data, attn_mask.store, attn_mask.seq_q, attn_mask.seq_k, bias, distance_bias
