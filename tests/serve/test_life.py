@@ -115,6 +115,7 @@ def test_a_signal_lets_short_answers_end(process):
         thread.start()
     server.until(lambda: server.numbers()["running"] == 3)
     assert server.end() == []
+    assert server.process.returncode == 0
     for thread in threads:
         thread.join()
     assert [status for status, _ in answers] == [200] * 3

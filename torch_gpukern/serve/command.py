@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -227,8 +228,7 @@ def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) ->
         server.run(sockets=[own])
         if apart.lost is not None:
             return 1
-        # uvicorn raises the signal again, but an interrupt at the very end of its loop is lost
-        return 128 + server.ended_by if server.ended_by else 0
+        return 128 + signal.SIGINT if server.ended_by == signal.SIGINT else 0
     finally:
         apart.end()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import threading
@@ -56,8 +57,7 @@ class Server(uvicorn.Server):
         engine: which the application starts.
         drain_seconds: for requests that run when a signal comes.
         says: printed when clients can connect.
-        at_end: is called when the engine has ended. uvicorn raises the signal that ended the server
-            once more, so that nothing behind `run` may run.
+        at_end: is called when the engine has ended.
     """
 
     def __init__(
@@ -82,8 +82,11 @@ class Server(uvicorn.Server):
         self.ended_by = 0  # the number of the first signal
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's, but the signal is not raised again at the end: it would end the process."""
         self.ended_by = self.ended_by or sig
-        super().handle_exit(sig, frame)
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
