@@ -83,6 +83,11 @@ CHAT = {
     "tools": ([{"type": "function"}], True, {}),
     "tool_choice": ("required", {}),
     "response_format": ({"type": "json_object"}, "text"),
+    "store": (True, 0),
+    "service_tier": ("flex", 1),
+    "parallel_tool_calls": (1, "true"),
+    "metadata": ("x", [1], True),
+    "reasoning_effort": ("low",),
 }
 
 
@@ -119,6 +124,15 @@ def test_chat_refuses_each_field_by_name(chat_served):
         "top_logprobs",
     )  # fmt: skip
     assert chat_served.post(good | {"max_tokens": 2}, "/v1/chat/completions")[0] == 200
+
+
+def test_fields_that_change_nothing_are_accepted(chat_served):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    given = {"metadata": {"a": "b"}, "user": "u", "store": False, "service_tier": "auto"}
+    for more in (given | {"parallel_tool_calls": True}, {"service_tier": "default"}):
+        status, answer = chat_served.post(body | more, "/v1/chat/completions")
+        assert status == 200, answer
+    assert chat_served.post({"prompt": "x", "max_tokens": 2, "user": "u"})[0] == 200
 
 
 def test_stream_options_are_looked_at_in_streams(served):

@@ -109,6 +109,11 @@ def parse(fields: Fields, tokenizer: Any, stop_ids: frozenset[int]) -> Call:
     fields.only("tool_choice", "none", "auto")
     fields.only("response_format", {"type": "text"})
     fields.only("store", False)
+    fields.only("service_tier", "auto", "default")
+    fields.boolean("parallel_tool_calls")  # no tools are served
+    metadata = fields.take("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise Refused("metadata", f"metadata is {shown(metadata)}; expected an object")
     return read(
         fields,
         Chat(tokenizer),
