@@ -80,7 +80,7 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take, or ranks that pass different
-            arguments; raised on every rank.
+            arguments; raised on every rank. `reduction` and the values of tensors are not compared.
         IndexError: a target on the CPU is not in [0, V) and not ignore_index. On CUDA that row's
             loss is NaN instead.
     """
