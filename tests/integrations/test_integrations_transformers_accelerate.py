@@ -253,6 +253,40 @@ def test_heads_of_any_name_stay(name):
     assert done.quantized.skipped[name] == "skipped" and len(done.quantized.replaced) >= 6
 
 
+LEFT = {
+    "Nemotron": {"5 NemotronLayerNorm1P": "it is neither torch's norm nor called RMSNorm"},
+    "Phi3": {"2 Phi3MLP": "its modules are not act_fn, down_proj, gate_proj, up_proj"},
+    "DeepseekV2": {
+        "rotary embedding of modeling_deepseek_v2": "it is apply_rotary_emb, not apply_rotary_pos_emb"
+    },
+    "Llama4Text:Llama4": {
+        "rotary embedding of modeling_llama4": "it is apply_rotary_emb, not apply_rotary_pos_emb"
+    },
+    "Llama": {},
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_layers_under_other_names_are_reported(name):
+    config, _, model_name = name.partition(":")
+    model = families.any_model(
+        getattr(transformers, f"{config}Config"), _causal(model_name or name)
+    )
+    done = gk.accelerate(model, say=None)
+    assert done.left.items() >= LEFT[name].items()
+    if not LEFT[name]:
+        assert done.left == {}
+
+
+def test_t5_is_reported():
+    config = transformers.T5Config(
+        d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=70,
+        feed_forward_proj="gated-gelu",
+    )  # fmt: skip
+    done = gk.accelerate(transformers.T5ForConditionalGeneration(config), say=None)
+    assert {"7 T5LayerNorm", "2 T5DenseGatedActDense"} <= done.left.keys()
+
+
 def test_refusals_change_nothing():
     with pytest.raises(TypeError, match="gpukern accelerate: model must be a transformers model"):
         gk.accelerate(nn.Linear(4, 4))

@@ -4,6 +4,7 @@
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -19,6 +20,7 @@ from ..nn.patching import Patched, patch
 from ..nn.quant.files import SKIP, heads_of
 from ..nn.quant.quantize import Quantized, is_skipped, quantize
 from ..nn.rows import served
+from ..nn.similar import MLP
 from ..ops import linear, rope
 from ..ops.fakes import stats_dtype
 
@@ -94,6 +96,7 @@ def change(
             done.patched._become(path, module, Conv1D)
             done.patched.replaced[path] = "Conv1D -> linear"
     _count_layers(done)
+    _other_layers(done, model)
     if quantise is not None:
         heads = heads_of(model)
         done.quantized = quantize(
@@ -118,6 +121,28 @@ def _count_layers(done: Accelerated) -> None:
         else:
             done.done[f"{count} {before}"] = after
     done.left |= _by_reason(done.patched.skipped)
+
+
+def _other_layers(done: Accelerated, model: torch.nn.Module) -> None:
+    """Names the norms and gated MLPs of transformers that `patch` did not replace."""
+    for kind, count in Counter(type(m) for m in model.modules()).items():
+        if not kind.__module__.startswith("transformers"):
+            continue  # torch's, or ours
+        name = kind.__name__
+        children = next(set(m._modules) for m in model.modules() if type(m) is kind)
+        if "Norm" in name and not children:
+            why = "no rms_norm was found that computes the same"
+            if not name.endswith("RMSNorm"):
+                why = "it is neither torch's norm nor called RMSNorm"
+        elif ("MLP" in name or "Dense" in name) and (
+            "Gated" in name or any("gate" in child for child in children)
+        ):
+            why = "no swiglu or geglu was found that computes the same"
+            if children != MLP:
+                why = f"its modules are not {', '.join(sorted(MLP))}"
+        else:
+            continue
+        done.left[f"{count} {name}"] = why
 
 
 def _by_reason(skipped: dict[str, str]) -> dict[str, str]:
@@ -254,6 +279,11 @@ def _rotation(done: Accelerated, model: torch.nn.Module) -> None:
             where = sys.modules.get(type(module).__module__)
             if where is not None and _ROTATION in vars(where):
                 modules[where.__name__] = where
+                continue
+            others = [x for x in vars(where) if x.startswith("apply_rotary")] if where else []
+            if others:
+                part = f"rotary embedding of {where.__name__.rpartition('.')[2]}"
+                done.left[part] = f"it is {others[0]}, not {_ROTATION}"
     for name, where in modules.items():
         own = _replaced[name][0] if name in _replaced else getattr(where, _ROTATION)
         how, why = _kind_of_rotation(own, model)

@@ -16,9 +16,9 @@ from ..ops import geglu, swiglu
 from .layers import has_hooks
 from .rows import normalised_rms, served
 
-__all__ = ["SimilarMLP", "SimilarRMSNorm", "similar"]
+__all__ = ["MLP", "SimilarMLP", "SimilarRMSNorm", "similar"]
 
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class SimilarRMSNorm(torch.nn.Module):
@@ -87,7 +87,7 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
     if kind.__name__.endswith("RMSNorm"):
         if not module._modules and set(module._parameters) == {"weight"}:
             return _similar_norm(module)
-    if set(module._modules) == _MLP and not module._parameters:
+    if set(module._modules) == MLP and not module._parameters:
         return _similar_mlp(module)
     return None
 
