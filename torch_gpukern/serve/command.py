@@ -117,7 +117,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         type=share,
         default=0.9,
         metavar="SHARE",
-        help="of a GPU's memory, for weights, steps and, without --pages, as many pages as fit",
+        help="of a GPU's memory, for weights, steps and as many pages as fit; not used with --pages",
     )
     p.add_argument(
         "--batch",
