@@ -22,15 +22,17 @@ static __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// mbarrier.arrive: one arrival. Whoever waits for the phase sees what this thread did before.
+// mbarrier.arrive: one arrival. Whoever waits for the phase sees what this thread wrote before. Its
+// loads from shared memory may still be on their way, because they wait while WGMMA reads there: if
+// a copy overwrites what they read, fence_proxy_async comes before the arrival.
 static __device__ __forceinline__ void mbarrier_arrive(smem_addr barrier_s) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_s) : "memory");
 }
 
 // mapa and a remote mbarrier.arrive: one arrival at the barrier at the same address in block
-// `rank` of the cluster, which may be this block. It signals that this thread's reads of shared
-// memory are over: shared memory serves a thread's accesses in order. .release.cluster would
-// state that formally, but it would also wait for the thread's writes to global memory (0.6 us).
+// `rank` of the cluster, which may be this block. It signals that what this thread has read from
+// shared memory and used may be overwritten. .release.cluster would also order what comes before
+// it, but it would wait for the thread's writes to global memory, too (0.6 us).
 static __device__ __forceinline__ void mbarrier_arrive_cluster(smem_addr barrier_s, unsigned rank) {
     asm volatile("{\n\t"
                  ".reg .b32 there;\n\t"
