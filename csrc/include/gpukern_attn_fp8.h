@@ -1,3 +1,0 @@
-/* SPDX-License-Identifier: BSD-3-Clause */
-/* gpukern_attn_fp8.h: the old name of a part of gpukern.h, kept for one version. */
-#include "gpukern.h"
