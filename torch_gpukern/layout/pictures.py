@@ -9,6 +9,7 @@ banks     the bank of shared memory that holds an element's first byte
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
@@ -118,39 +119,41 @@ def _owners(layout: Layout | Swizzled, shape: tuple[int, int] | None) -> Picture
 
 
 def svg(layout: Layout | Swizzled | str, **options) -> str:
-    """The picture as SVG text; options as `picture`."""
+    """The picture as SVG text; options as `picture`. One path draws all cells of a colour, and one
+    text the numbers of a row, so that a picture of 2048 cells has some fifty lines."""
     p = picture(layout, **options)
     width = max(22, 7 * max(len(text) for text, _ in p.cells) + 6)
     top, left = 2 * _CELL_HEIGHT + 4, 30
     wide = max(left + p.columns * width + 4, 7 * len(p.title) + 8)
     tall = top + p.rows * _CELL_HEIGHT + 4
+    xs = [left + j * width for j in range(p.columns)]
+    ys = [top + i * _CELL_HEIGHT for i in range(p.rows)]
+    middles = [x + width // 2 for x in xs]
+    cells: dict[str, str] = {}  # colour -> path
+    for (x, y), (_, color) in zip(((x, y) for x in xs for y in ys), p.cells):
+        cells[color] = cells.get(color, "") + f"M{x} {y}h{width}v{_CELL_HEIGHT}h-{width}z"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" '
-        f'height="{tall}" '
-        'font-family="monospace" font-size="11" text-anchor="middle">',
+        f'height="{tall}" font-family="monospace" font-size="11" text-anchor="middle">',
         f"<title>{escape(p.title)}</title>",
         f'<rect width="{wide}" height="{tall}" fill="#ffffff"/>',
         f'<text x="4" y="14" text-anchor="start">{escape(p.title)}</text>',
         '<g fill="#666666">',
+        _row_of_texts(middles, top - 6, map(str, range(p.columns))),
+        *(_row_of_texts([left // 2], y + 14, [str(i)]) for i, y in enumerate(ys)),
+        "</g>",
+        '<g stroke="#555555" stroke-width="0.5">',
+        *(f'<path fill="{color}" d="{path}"/>' for color, path in cells.items()),
+        "</g>",
     ]
-    for j in range(p.columns):
-        out.append(f'<text x="{left + j * width + width // 2}" y="{top - 6}">{j}</text>')
-    for i in range(p.rows):
-        out.append(f'<text x="{left // 2}" y="{top + i * _CELL_HEIGHT + 14}">{i}</text>')
-    out.append("</g>")
-    out.append('<g stroke="#555555" stroke-width="0.5">')
-    xs = [left + j * width for j in range(p.columns)]
-    ys = [top + i * _CELL_HEIGHT for i in range(p.rows)]
-    size, half = f'width="{width}" height="{_CELL_HEIGHT}" fill=', width // 2
-    places = [(x, y) for x in xs for y in ys]
-    out += [
-        f'<rect x="{x}" y="{y}" {size}"{color}"/>' for (x, y), (_, color) in zip(places, p.cells)
-    ]
-    texts = [
-        f'<text x="{x + half}" y="{y + 14}">{text}</text>'
-        for (x, y), (text, _) in zip(places, p.cells)
-    ]
-    return "\n".join([*out, "</g>", *texts, "</svg>"]) + "\n"
+    for i, y in enumerate(ys):
+        out.append(_row_of_texts(middles, y + 14, (text for text, _ in p.cells[i :: p.rows])))
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _row_of_texts(xs: list[int], y: int, texts: Iterable[str]) -> str:
+    spans = (f'<tspan x="{x}">{text}</tspan>' for x, text in zip(xs, texts) if text)
+    return f'<text y="{y}">{"".join(spans)}</text>'
 
 
 def png(layout: Layout | Swizzled | str, **options) -> bytes:
