@@ -273,12 +273,6 @@ def _gradients_of_three(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*made, *(None,) * len(how))
 
 
-_of_three = gradients.written_out("flash_attn", _forward_of_three, _gradients_of_three)
-_of_any = _flash_attn.differentiate
-
-
-def _differentiate(*args):
-    return _of_three(*args) if len(args) <= 5 else _of_any(*args)
-
-
-_flash_attn.differentiate = _differentiate
+gradients.write_out(
+    _flash_attn, lambda args: len(args) <= 5, _forward_of_three, _gradients_of_three
+)

@@ -170,15 +170,12 @@ def _declare(public: Callable) -> Op:
         autocast=autocast.widest("x", "residual", vectors=("weight", "bias")),
         fold=batching.rows("x", "residual", empty={"sum": lambda given: given["residual"] is None}),
     )
-    of_rows, of_any = _of_rows(op, bwd), op.differentiate
-    op.differentiate = lambda *args: (
-        of_rows(*args) if len(args) < 4 or args[3] is None else of_any(*args)
-    )
+    _write_out(op, bwd)
     return op
 
 
-def _of_rows(op: Op, bwd: Op) -> Callable:
-    """A norm without residual."""
+def _write_out(op: Op, bwd: Op) -> None:
+    """The Function of a norm without residual."""
 
     def forward(ctx, *args):
         out, h = op.below(*args)
@@ -198,7 +195,10 @@ def _of_rows(op: Op, bwd: Op) -> Callable:
         made = [grad if need else None for grad, need in zip(grads, needs, strict=True)]
         return (*made, None, None, None)[: len(ctx.needs_input_grad)]
 
-    return gradients.written_out(op.name, forward, gradients_of_rows)
+    def has_no_residual(args):
+        return len(args) < 4 or args[3] is None
+
+    gradients.write_out(op, has_no_residual, forward, gradients_of_rows)
 
 
 _rms_norm = _declare(rms_norm)
