@@ -281,8 +281,9 @@ void define_ranks(gk::Library &m) {
 
     m.def("vocab_parallel_embedding(Tensor ids, Tensor weight, SymInt classes, SymInt padding_idx, "
           "str group) -> Tensor out");
+    // reduction is what the caller does with loss: the op compares it over the ranks
     m.def("vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, " LCE_RULES
-          ", SymInt classes, str group) -> (Tensor loss, Tensor lse)");
+          ", str reduction, SymInt classes, str group) -> (Tensor loss, Tensor lse)");
     m.def("vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor "
           "lse, " LCE_RULES ", SymInt classes, str group" LCE_NEEDS
           ") -> (Tensor dx, Tensor dweight, Tensor dbias)");

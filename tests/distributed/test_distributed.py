@@ -1143,6 +1143,9 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "reduction must be": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, reduction="max" if odd else "sum"
         ),
+        "reduction is": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, reduction="mean" if odd else "sum"
+        ),
         "class_weight must have shape": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS - odd)
         ),

@@ -2,9 +2,8 @@
 """linear_cross_entropy whose classes are cut over ranks: the loss of a vocabulary-parallel head.
 
 Each rank computes the logits of its own classes, for some rows at a time. The ranks exchange at
-most
-three numbers per row: lse, the target's logit and, with label smoothing, the sum of the logits. So
-they send 12 bytes per row instead of the 4 V bytes of its logits.
+most three numbers per row: lse, the target's logit and, with label smoothing, the sum of the
+logits. So they send 12 bytes per row instead of the 4 V bytes of its logits.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053, section 3.
 """
@@ -80,7 +79,7 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take, or ranks that pass different
-            arguments; raised on every rank. `reduction` and the values of tensors are not compared.
+            arguments; raised on every rank. The values of tensors are not compared.
         IndexError: a target on the CPU is not in [0, V) and not ignore_index. On CUDA that row's
             loss is NaN instead.
     """
@@ -120,7 +119,7 @@ def vocab_parallel_linear_cross_entropy(
         rules["class_weight"] = class_weight = weight_of_mean(class_weight, target, ignore_index)
     whole = -1 if classes is None else classes
     loss, _ = ops.vocab_parallel_lce_fwd(
-        x, weight, target, bias, *rules.values(), precision, whole, group.group_name
+        x, weight, target, bias, *rules.values(), precision, reduction, whole, group.group_name
     )
     return reduce_rows(_NAME, loss, target, class_weight, ignore_index, reduction)
 
@@ -146,7 +145,7 @@ def _own_classes(weight: Tensor, ranks: Ranks, classes: int) -> tuple[int, int]:
 
 
 def _begin(
-    x, weight, target, bias, rules: chunks.Rules, classes: int, group: str
+    x, weight, target, bias, rules: chunks.Rules, reduction: str, classes: int, group: str
 ) -> tuple[Ranks, int, int]:
     ranks, found = Ranks(group), []
 
@@ -178,7 +177,12 @@ def _begin(
         found.extend((first, whole))
         _check_targets(target, whole, rules.ignore_index)
         columns = "by classes" if classes >= 0 else weight.shape[0]
-        more = {"classes": classes, "classes of weight": columns, "bias given": bias is not None}
+        more = {
+            "reduction": reduction,
+            "classes": classes,
+            "classes of weight": columns,
+            "bias given": bias is not None,
+        }
         return facts(x=x, target=target, class_weight=class_weight) | given | more
 
     agree(ranks, _NAME, x.device, describe)
@@ -196,9 +200,9 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def _fwd(x, weight, target, bias, classes, group, **rules):
+def _fwd(x, weight, target, bias, reduction, classes, group, **rules):
     rules = chunks.Rules(**rules)
-    ranks, first, whole = _begin(x, weight, target, bias, rules, classes, group)
+    ranks, first, whole = _begin(x, weight, target, bias, rules, reduction, classes, group)
     flat = target.reshape(-1)
     mine = chunks.part_of_rows(
         x.reshape(flat.numel(), x.shape[-1]), weight, flat, bias, rules, first
@@ -265,8 +269,8 @@ def _save(needs, args, loss, lse):
     return (x, weight, target, bias, class_weight, lse), {}
 
 
-def _backward(needs, grad_loss, grad_lse, **kept):
-    # lse is returned only for backward, so grad_lse is ignored
+def _backward(needs, grad_loss, grad_lse, reduction, **kept):
+    # lse is returned only for backward, so grad_lse is ignored; loss is not reduced here
     if grad_loss is None or not needs & {"x", "weight", "bias"}:
         return {}
     wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
