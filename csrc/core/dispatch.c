@@ -173,15 +173,29 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     return true;
 }
 
-/* FLOPs per clock of one SM: tensor cores for 16-bit types, plain multiply-adds for 32 and 64
- * bits. 0 for other widths. */
+/* FLOPs per clock of one SM: tensor cores for 16-bit types, plain multiply-adds for 32 bits, the
+ * faster of both for 64 bits. 0 for other widths and for architectures that are not listed: their
+ * calls are bounded by bytes alone. Source: NVIDIA's data sheets, dense rates over SMs and boost
+ * clock. */
 static double flops_per_clock(int arch, gk_dtype dtype) {
-    switch (gk_type_of(dtype)->bits) {
-    case 16: return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
-    case 32: return arch == 80 ? 128 : 256;
-    case 64: return arch == 90 || arch == 80 ? 128 : 4;
-    default: return 0;
+    static const struct {
+        int arch;
+        double of_16_bits, of_32_bits, of_64_bits;
+    } rates[] = {
+        {80, 2048, 128, 128}, {86, 1024, 256, 4},    {87, 2048, 256, 4},  {89, 1024, 256, 4},
+        {90, 4096, 256, 256}, {100, 8192, 256, 128}, {103, 8192, 256, 4}, {110, 8192, 256, 4},
+        {120, 1024, 256, 4},  {121, 1024, 256, 4},
+    };
+    for (size_t i = 0; i < sizeof rates / sizeof *rates; ++i) {
+        if (rates[i].arch != arch) continue;
+        switch (gk_type_of(dtype)->bits) {
+        case 16: return rates[i].of_16_bits;
+        case 32: return rates[i].of_32_bits;
+        case 64: return rates[i].of_64_bits;
+        default: return 0;
+        }
     }
+    return 0;
 }
 
 /* ---- plan and run ---------------------------------------------------------------------------- */
