@@ -87,7 +87,17 @@ def main() -> None:
     missing = [name for names in WANTED.values() for name in names if name not in classes]
     if missing:
         sys.exit(f"vllm_signatures: {version} has no {', '.join(missing)}")
-    print(json.dumps({"version": version, "classes": classes}, indent=1))
+    print(text_of({"version": version, "classes": classes}, 4))
 
 
-main()
+def text_of(value: object, levels: int, indent: str = "\n") -> str:
+    """JSON with a line for each member of the outer `levels` dictionaries."""
+    if not isinstance(value, dict) or not value or levels == 0:
+        return json.dumps(value)
+    inner = indent + " "
+    members = (f"{inner}{json.dumps(k)}: {text_of(v, levels - 1, inner)}" for k, v in value.items())
+    return f"{{{','.join(members)}{indent}}}"
+
+
+if __name__ == "__main__":
+    main()
