@@ -89,28 +89,6 @@ def test_a_header_compiles_alone():
     assert not failed, "\n".join(failed)
 
 
-OLD_NAMES = {
-    "gpukern_attn_fp8.h": "gk_flash_attn_fp8_args",
-    "gpukern_cache.h": "gk_rope_kv_write_args",
-    "gpukern_loss.h": "gk_cross_entropy_more_args",
-    "gpukern_mask.h": "gk_attn_mask_args",
-    "gpukern_ranks.h": "gk_flash_attn_accumulate_args",
-    "gpukern_sums.h": "gk_sum_over_ranks_args",
-}
-
-
-@pytest.mark.parametrize("header", OLD_NAMES)
-def test_an_old_name_of_a_header_still_serves(header, tmp_path):
-    """For one version; CMakeLists.txt installs it, and nothing of ours includes it but kernels of
-    csrc/cuda."""
-    source = tmp_path / "user.c"
-    source.write_text(
-        f'#include "{header}"\nint size(void) {{ return sizeof({OLD_NAMES[header]}); }}\n'
-    )
-    command = [*os.environ.get("CC", "cc").split(), "-fsyntax-only", f"-I{CSRC / 'include'}"]
-    subprocess.run([*command, str(source)], check=True)
-
-
 def includes(path):
     """The files of ours that a file includes, with their line numbers."""
     for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
@@ -168,16 +146,3 @@ def test_includes_stand_at_the_top():
         for number in late_includes(path.read_text())
     ]
     assert not late, f"an #include behind code: {late}"
-
-
-def test_the_library_uses_no_old_name_of_a_header():
-    """The forwarding headers go in the next minor version."""
-    users = [
-        f"{path.relative_to(ROOT)}: {name}"
-        for folder in ("csrc", "ops")
-        for path in sorted((ROOT / folder).rglob("*"))
-        if path.suffix in {".c", ".h", ".cpp", ".cu", ".cuh"}
-        for name in re.findall(r'#\s*include\s+"(\w+\.h)"', path.read_text())
-        if name in OLD_NAMES
-    ]
-    assert not users, users

@@ -142,7 +142,3 @@ def test_the_figures_are_those_of_the_results():
         dates = {date for _, date in found}
         if set(re.findall(r"2026-\d\d-\d\d", where)) != dates:
             differ(where.place, where, ", ".join(sorted(dates)))
-
-
-def test_it_answers_in_a_minute():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 90

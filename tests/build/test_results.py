@@ -56,8 +56,7 @@ def test_the_table_of_models_is_that_of_the_stored_runs(results):
     )
 
 
-def test_the_summary_is_short_and_the_pictures_are_few():
-    assert len(tool.PAGE.read_text().splitlines()) <= 200
+def test_the_pictures_are_few():
     listed = subprocess.run(
         ["git", "ls-files", "*.png", "*.jpg"], cwd=ROOT, capture_output=True, text=True
     )
