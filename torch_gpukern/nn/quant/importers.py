@@ -21,8 +21,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, whose code is nib
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., W] -> codes int32 [..., W, 32 / bits], low bits first; of 3 bits [..., W / 3,
-    32]: 32 codes lie in 3 words."""
+    """int32 [..., W] -> codes int32 [..., W, 32 / bits], low bits first. Codes of 3 bits are
+    [..., W / 3, 32], because three words hold 32 of them."""
     if bits == 3:
         low, middle, high = (words.long() & 0xFFFFFFFF).unflatten(-1, (-1, 3)).unbind(-1)
         places = torch.arange(0, 63, 3, device=words.device)
@@ -266,8 +266,9 @@ def from_compressed_tensors(
         weight: float8_e4m3fn [N, K].
         weight_scale: [] or [1], [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)] (blocks),
             floating; or the powers of two of MXFP8, uint8 or float8_e8m0fnu [N, ceil(K / 32)].
-        input_scale: [] or [1]: the scale of activations (static); None: they have their own as they
-            come, of a row, beside blocks of 1x128, beside MXFP8 of 1x32.
+        input_scale: [] or [1]: the one scale of all activations (static). None: activations are
+            quantised when they come, with a scale for each row, for each 1x128 beside a weight in
+            blocks, or for each 1x32 beside MXFP8.
         bias: [N].
 
     Raises:
