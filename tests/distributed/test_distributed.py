@@ -1043,7 +1043,14 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def check_disagreement_is_said_on_every_rank(ranks):
+def _refused(calls, error=ValueError):
+    """Each call of {part of the error's text: call} raises on this rank."""
+    for text, call in calls.items():
+        with pytest.raises(error, match=text):
+            call()
+
+
+def check_ranks_disagree_about_attention(ranks):
     x = torch.zeros(1, 4, 8, 8)
     odd = ranks.rank == 1
     calls = {
@@ -1077,45 +1084,56 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "the same number of heads": lambda: gd.context_parallel_attn(
             *[x[:, :1]] * 3, ranks.all, mode="ulysses"
         ),
-        "columns of b is": lambda: gd.gemm_all_reduce(x[0, 0], x[0, 0, :, : 8 - odd], ranks.all),
-        "rows of a is": lambda: gd.gemm_reduce_scatter(x[0, 0, : 8 - odd], x[0, 0], ranks.all),
-        "activation is": lambda: gd.all_gather_gemm(
-            x[0, 0], x[0, 0], ranks.all, activation="relu" if odd else "none"
-        ),
-        "they must match|refused": lambda: gd.all_gather_gemm(
-            x[0, 0], x[0, 0, : 8 - odd], ranks.all
-        ),
-        "classes of weight is": lambda: gd.vocab_parallel_linear_cross_entropy(
-            x[0, 0], x[0, 0, : 8 - odd], torch.zeros(8, dtype=torch.int64), ranks.all
-        ),
-        "label_smoothing must be": lambda: gd.vocab_parallel_linear_cross_entropy(
-            x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, label_smoothing=2.0
-        ),
-        "weight has 8 classes on rank ., expected .": lambda: (
-            gd.vocab_parallel_linear_cross_entropy(
-                x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, classes=8
-            )
-        ),
-        "the function is": lambda: (gd.gemm_all_reduce if odd else gd.gemm_reduce_scatter)(
-            x[0, 0], x[0, 0], ranks.all
-        ),
         "x is": lambda: gd.gather_sequence(x if odd else x.double(), ranks.all, 2),
     }
+    _refused(calls)
+
+
+def check_ranks_disagree_about_products_and_losses(ranks):
+    row, target = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
+    odd = ranks.rank == 1
+    calls = {
+        "columns of b is": lambda: gd.gemm_all_reduce(row, row[:, : 8 - odd], ranks.all),
+        "rows of a is": lambda: gd.gemm_reduce_scatter(row[: 8 - odd], row, ranks.all),
+        "activation is": lambda: gd.all_gather_gemm(
+            row, row, ranks.all, activation="relu" if odd else "none"
+        ),
+        "they must match|refused": lambda: gd.all_gather_gemm(row, row[: 8 - odd], ranks.all),
+        "classes of weight is": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row[: 8 - odd], target, ranks.all
+        ),
+        "label_smoothing must be": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, label_smoothing=2.0
+        ),
+        "weight has 8 classes on rank ., expected .": lambda: (
+            gd.vocab_parallel_linear_cross_entropy(row, row, target, ranks.all, classes=8)
+        ),
+        "the function is": lambda: (gd.gemm_all_reduce if odd else gd.gemm_reduce_scatter)(
+            row, row, ranks.all
+        ),
+        "reduction is": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, reduction="mean" if odd else "sum"
+        ),
+    }
+    _refused(calls)
+
+
+def _decode(ranks, pages_added=0, index=torch.int32):
+    """A call of paged attention whose block table names pages from `pages_added` on."""
+    q = torch.zeros(1, 4, 8)
+    cache = torch.zeros(2, 4, 4, 8)
+    table = torch.tensor([[0, 1]], dtype=index) + pages_added
+    lengths = torch.tensor([8], dtype=torch.int32)
+    return gd.context_parallel_paged_attn(q, cache, cache, table, lengths, ranks.all)
+
+
+def check_an_argument_that_one_rank_refuses(ranks):
+    """The error is raised on every rank, also if it is no ValueError on the rank that sees it."""
+    x = torch.zeros(1, 4, 8, 8)
     row, target = x[0, 0], torch.zeros(8, dtype=torch.int64)
     packed, cu = x[0].transpose(0, 1).contiguous(), torch.tensor([0, 8 * RANKS], dtype=torch.int32)
-    pages = (
-        x.view(2, 4, 4, 8),
-        torch.tensor([[0, 1]], dtype=torch.int32),
-        torch.tensor([8], dtype=torch.int32),
-    )
-
-    def decode(cache, table, lengths, **more):
-        return gd.context_parallel_paged_attn(
-            x[0, :, :1].transpose(0, 1), cache, cache, table, lengths, ranks.all, **more
-        )
-
-    # errors that only one rank can see, and errors that are not ValueErrors on that rank
-    calls |= {
+    odd = ranks.rank == 1
+    calls = {
         "b must have 2 dimensions": lambda: gd.all_gather_gemm(
             row, row[0] if odd else row, ranks.all
         ),
@@ -1143,9 +1161,6 @@ def check_disagreement_is_said_on_every_rank(ranks):
         "reduction must be": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, reduction="max" if odd else "sum"
         ),
-        "reduction is": lambda: gd.vocab_parallel_linear_cross_entropy(
-            row, row, target, ranks.all, reduction="mean" if odd else "sum"
-        ),
         "class_weight must have shape": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS - odd)
         ),
@@ -1163,16 +1178,20 @@ def check_disagreement_is_said_on_every_rank(ranks):
             row, row, target, ranks.all, classes=-5
         ),
         "dim must be": lambda: gd.gather_sequence(x, ranks.all, dim=5 if odd else 2),
-        "block_table must be int32": lambda: decode(
-            pages[0], pages[1].long() if odd else pages[1], pages[2]
+        "block_table must be int32": lambda: _decode(
+            ranks, index=torch.int64 if odd else torch.int32
         ),
         "cu_seqlens must be int32": lambda: gd.context_parallel_attn_varlen(
             packed, packed, packed, cu.long() if odd else cu, 8 * RANKS, ranks.all
         ),
     }
-    for text, call in calls.items():
-        with pytest.raises(ValueError, match=text):
-            call()
+    _refused(calls)
+
+
+def check_contents_of_tables_that_are_refused(ranks):
+    packed = torch.zeros(8, 4, 8)
+    row, target = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
+    odd = ranks.rank == 1
     if CUDA:  # kernels read contents there, and a later call raises
         for wrong in ([0, 9 * RANKS], [1, 8 * RANKS], [0, 5, 3, 8 * RANKS], [0, 8 * RANKS]):
             most = 8 * RANKS - 1 if wrong == [0, 8 * RANKS] else 9 * RANKS
@@ -1191,35 +1210,44 @@ def check_disagreement_is_said_on_every_rank(ranks):
                     gk.check_errors()
     else:
         contents = {
-            "block_table is expected": lambda: decode(pages[0], pages[1] + 2 * odd, pages[2]),
+            "block_table is expected": lambda: _decode(ranks, pages_added=2 * odd),
             "target is expected": lambda: gd.vocab_parallel_linear_cross_entropy(
                 row, row, target + 8 * RANKS * odd, ranks.all
             ),
         }
+        _refused(contents, (IndexError, ValueError))
         for wrong in ([0, 9 * RANKS], [1, 8 * RANKS], [0, 5, 3, 8 * RANKS]):
             for is_causal in (False, True):
-                contents[f"cu_seqlens is expected, {wrong}, {is_causal}"] = functools.partial(
-                    gd.context_parallel_attn_varlen,
-                    packed,
-                    packed,
-                    packed,
-                    torch.tensor(wrong, dtype=torch.int32),
-                    9 * RANKS,
-                    ranks.all,
-                    is_causal=is_causal,
-                )
-        for text, call in contents.items():
-            with pytest.raises((IndexError, ValueError), match=text.partition(",")[0]):
-                call()
+                with pytest.raises((IndexError, ValueError), match="cu_seqlens is expected"):
+                    gd.context_parallel_attn_varlen(
+                        packed,
+                        packed,
+                        packed,
+                        torch.tensor(wrong, dtype=torch.int32),
+                        9 * RANKS,
+                        ranks.all,
+                        is_causal=is_causal,
+                    )
+
+
+def check_every_rank_passes_what_attention_refuses(ranks):
+    x = torch.zeros(1, 4, 8, 8)
     for wrong in (dict(mode="best"), dict(layout="striped"), dict(seq_len=-3)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             gd.context_parallel_attn(x, x, x, ranks.all, **wrong)
+
+
+def check_attention_has_no_second_derivative(ranks):
+    y = torch.zeros(1, 4, 8, 8, requires_grad=True)
     with pytest.raises(NotImplementedError, match="no backward"):
-        y = x.clone().requires_grad_()
         (g,) = torch.autograd.grad(
             gd.context_parallel_attn(y, y, y, ranks.all).square().sum(), y, create_graph=True
         )
         g.sum().backward()
+
+
+def check_calls_can_go_unchecked(ranks):
+    x = torch.zeros(1, 4, 8, 8)
     os.environ["GPUKERN_DIST_CHECK"] = "0"
     try:
         gd.context_parallel_attn(x, x, x, ranks.all)
