@@ -141,6 +141,19 @@ VALUE_ERRORS = [
     ),
     (
         "scaled_gemm",
+        codes(scale_a=t(2)),
+        "scale_a has shape [2], which fits no scales of a [2, 8]; expected [], or a matrix: of "
+        "the rows, 1, one each, or one per 128, and of the columns 1 or one per 128 or 32",
+    ),
+    (
+        "scaled_gemm",
+        codes(scale_b=t(5, 2)),
+        "scale_b has shape [5, 2], which fits no scales of b [8, 5]; expected [], or a matrix: of "
+        "the rows, 1, one each, or one per 128, and of the columns 1 or one per 128 (rows: also "
+        "per 32)",
+    ),
+    (
+        "scaled_gemm",
         codes(scale_b=t(1, 5, dtype=BF16)),
         "scale_b must be float32 or float8_e8m0fnu, got bfloat16",
     ),
@@ -172,6 +185,11 @@ VALUE_ERRORS = [
         "scaled_gemm",
         codes(a=t(2, 200, dtype=E4M3), b=t(200, 5, dtype=E4M3), scale_a=t(2, 2), accumulate="fast"),
         "accumulate must be precise with scales along K, got fast",
+    ),
+    (
+        "scaled_gemm",
+        codes(a=t(2, 8, dtype=I8), b=t(8, 5, dtype=I8), accumulate="fast"),
+        "accumulate must be precise with int8, got fast",
     ),
     (
         "scaled_gemm",
@@ -229,6 +247,22 @@ VALUE_ERRORS = [
     ),
     (
         "weight_gemm",
+        packed_weight(scale=t(1, 4)),
+        "scale must have shape [ceil(K / g), N], g 16, 32, 64, 128, 256 or K, with K 32 and N 5, "
+        "got [1, 4]",
+    ),
+    (
+        "weight_gemm",
+        packed_weight(format="int8"),
+        "packed must have shape [1, 1, 4096] for n 5, k 32 and format int8, got [1, 1, 2048]",
+    ),
+    (
+        "weight_gemm",
+        packed_weight(format="mxfp4", scale=t(1, 5, dtype=BF16)),
+        "scale must be float8_e8m0fnu or float32, got bfloat16",
+    ),
+    (
+        "weight_gemm",
         packed_weight(scale=t(1, 5, dtype=F16)),
         "scale must be bfloat16 or float32, got float16",
     ),
@@ -267,6 +301,22 @@ VALUE_ERRORS = [
     ),
     ("grouped_gemm", experts(b=t(3, 5, 5)), "b has 5 rows, a has 4 columns; they must match"),
     ("grouped_gemm", experts(b=t(2, 4, 5)), "offs has 3 groups, b has 2; they must match"),
+    (
+        "grouped_gemm",
+        experts(b=t(3, 4, 5, dtype=BF16)),
+        "b has dtype bfloat16, a has float32; they must match",
+    ),
+    (
+        "grouped_gemm",
+        experts(b=t(5)),
+        "b must have 3 dimensions [G, K, N] or 2 [K, N], got 1",
+    ),
+    (
+        "grouped_gemm",
+        experts(a=t(8, 4, dtype=E4M3), b=t(3, 4, 5, dtype=E4M3), scale_a=t(1)),
+        "scale_b must be given where a is float8_e4m3fn",
+    ),
+    ("grouped_gemm", experts(bias=t(4)), "bias must have shape [5], got [4]"),
     ("grouped_gemm", experts(offs=torch.tensor([2, 2, 7])), "offs must be int32, got int64"),
     (
         "grouped_gemm",
@@ -309,6 +359,8 @@ VALUE_ERRORS = [
 INDEX_ERRORS = [
     ("grouped_gemm", experts(offs=i32(2, 1, 7)), "offs is expected not to decrease from 0 on, got "
                                                  "offs[1] = 1 after 2"),
+    ("pack_weight", dict(q=torch.tensor([[0, 8]]).to(I8), format="int4"),
+     "q is expected to hold codes in [-8, 7] for format int4, got q[0, 1] = 8"),
     ("grouped_gemm", experts(offs=i32(2, 2, 9)), "offs is expected to end at or before 8, got "
                                                  "offs[2] = 9"),
 ]  # fmt: skip

@@ -110,42 +110,6 @@ def test_bias_activation_and_rows_of_the_weight(device):
     assert_bits(part, torch_gpukern.sparse_gemm(a, values, meta)[:, 8:24].contiguous())
 
 
-def test_what_is_refused(device):
-    w = torch.zeros(8, 16, dtype=torch.bfloat16, device=device)
-    values, meta = torch_gpukern.sparse_pack(w)
-    one = torch.ones((), device=device)
-    for call, text in [
-        (lambda: torch_gpukern.sparse_pack(w.float()), "gpukern::sparse_pack: w must be bfloat16, "
-                                                       "float16, float8_e4m3fn, float8_e5m2 or "
-                                                       "int8, got float32"),
-        (lambda: torch_gpukern.sparse_pack(w[:, :6]), "gpukern::sparse_pack: w has 6 columns, "
-                                                      "expected a multiple of 4"),
-        (lambda: torch_gpukern.sparse_gemm(w.half(), values, meta), "gpukern::sparse_gemm: values "
-                                                                    "has dtype bfloat16, a has "
-                                                                    "float16; they must match"),
-        (lambda: torch_gpukern.sparse_gemm(w, values[:, :6], meta), "gpukern::sparse_gemm: values "
-                                                                    "has 6 columns, expected 8, "
-                                                                    "half of a's"),
-        (lambda: torch_gpukern.sparse_gemm(w, values, meta[:, :1]), "gpukern::sparse_gemm: meta "
-                                                                    "must have shape \\[8, 2\\], "
-                                                                    "got \\[8, 1\\]"),
-        (lambda: torch_gpukern.sparse_gemm(w, values, meta, scale_a=one), "gpukern::sparse_gemm: "
-                                                                          "scale_a goes with "
-                                                                          "8-bit operands, a is "
-                                                                          "bfloat16"),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            call()
-    if device == "cpu":
-        w[3, 4:7] = 1
-        with pytest.raises(
-            ValueError,
-            match="w is expected to have at most 2 non-zeros of each 4 along K, got 3 in w\\[3, "
-            "4:8\\]",
-        ):
-            torch_gpukern.sparse_pack(w)
-
-
 def test_opcheck_and_compile(device):
     gen = generator("sparse compiled")
     a, w = (
