@@ -19,6 +19,12 @@ import torch_gpukern  # noqa: E402
 
 HEADERS = {path.name: path.read_text() for path in (ROOT / "csrc" / "include").glob("gpukern*.h")}
 LEARN = ("ladder", "patterns", "profiling", "languages", "claims", "quiz")  # pages of learn/
+# page of the site -> its file outside of docs/. `setup` gives Sphinx an empty page of each name, and
+# fills it when it is read.
+ELSEWHERE = {name: ROOT / "learn" / f"{name}.md" for name in LEARN} | {
+    "learn": ROOT / "learn" / "README.md",
+    "contributing": ROOT / "CONTRIBUTING.md",
+}
 PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADERS["gpukern.h"])
 
 project, author, copyright = "gpukern", "the gpukern authors", "the gpukern authors"
@@ -45,9 +51,9 @@ napoleon_numpy_docstring = False
 
 
 def setup(app):
-    """CONTRIBUTING.md stands at the top of the tree, the pages of learn/ in that folder; pages of
-    their names show them here."""
-    pages = {"learn": "README"} | {name: name for name in LEARN}
+    """Shows CONTRIBUTING.md and the pages of learn/ as pages of this folder."""
+    for name in ELSEWHERE:
+        (HERE / f"{name}.md").touch()
 
     def here(link):
         """A link of learn/X.md as one of docs/X.md."""
@@ -57,12 +63,10 @@ def setup(app):
         return f"]({target.removeprefix('../docs/') if target.startswith('../') else '../learn/' + target}{part})"
 
     def link(_app, page, text):
-        if page in pages:
-            text[0] = re.sub(
-                r"\]\(([^)\s#]*)(#[^)\s]*)?\)",
-                here,
-                (ROOT / "learn" / f"{pages[page]}.md").read_text(),
-            )
+        if page in ELSEWHERE:
+            text[0] = ELSEWHERE[page].read_text()
+        if page in ELSEWHERE and page != "contributing":
+            text[0] = re.sub(r"\]\(([^)\s#]*)(#[^)\s]*)?\)", here, text[0])
         text[0] = (
             text[0]
             .replace("](../CONTRIBUTING.md)", "](contributing.md)")
