@@ -101,10 +101,6 @@ template <class S, class T> struct Weights<S, T, false> {
     }
 };
 
-__device__ __forceinline__ uint32_t word_of(const uint4 &v, int k) {
-    return k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w;
-}
-
 /* What dx needs of a row. y = rstd g w + slope xhat + base. */
 struct RowStats {
     float mean, rstd, slope, base;
@@ -287,7 +283,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
             const uint4 g4 = group.get(stage, 0, i), h4 = group.get(stage, 1, i);
 #pragma unroll
             for (int k = 0; k < VEC / 2; ++k) {
-                const float2 g = unpack2<T>(word_of(g4, k)), h = unpack2<T>(word_of(h4, k)),
+                const float2 g = unpack2<T>(norm_word(g4, k)), h = unpack2<T>(norm_word(h4, k)),
                              w = weights.two(i, k);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -355,7 +351,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
             uint32_t y4[VEC / 2];
 #pragma unroll
             for (int k = 0; k < VEC / 2; ++k) {
-                const float2 g = unpack2<T>(word_of(g4, k)), h = unpack2<T>(word_of(h4, k)),
+                const float2 g = unpack2<T>(norm_word(g4, k)), h = unpack2<T>(norm_word(h4, k)),
                              w = weights.two(i, k);
                 float y[2];
 #pragma unroll
@@ -369,7 +365,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
                     if (S::LAYER) dbias[column] += gk;
                 }
                 if (grad_sum) {
-                    const float2 add = unpack2<T>(word_of(add4, k));
+                    const float2 add = unpack2<T>(norm_word(add4, k));
                     y[0] += add.x;
                     y[1] += add.y;
                 }
