@@ -154,11 +154,12 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
      * the part. */
     __device__ __forceinline__ bool there(int token) const { return token >= 0 && token < end; }
 
-    /* Calls f(vector, its number) for the block's vectors. Every lane of a warp takes the same
-     * steps. The next vectors are on their way while f is computed. Each has registers of its own:
-     * a copy from register to register would wait for the load. */
-    template <int AHEAD = Row::AHEAD, class F> __device__ __forceinline__ void each(F f) const {
-        Vec x[AHEAD];
+    /* Calls f(load(j), j) for the numbers j of the block's vectors. Every lane of a warp takes the
+     * same steps. The next vectors are on their way while f is computed. Each has registers of its
+     * own: a copy from register to register would wait for the load. */
+    template <int AHEAD, class L, class F>
+    __device__ __forceinline__ void each_by(const L &load, const F &f) const {
+        decltype(load(0)) x[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) x[i] = load(i * THREADS + threadIdx.x);
 #pragma unroll 1
@@ -166,11 +167,14 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
              first += AHEAD * THREADS) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                const Vec now = x[i];
+                const auto now = x[i];
                 x[i] = load(first + (AHEAD + i) * THREADS);
                 f(now, first + i * THREADS);
             }
         }
+    }
+    template <int AHEAD = Row::AHEAD, class F> __device__ __forceinline__ void each(F f) const {
+        each_by<AHEAD>([&](int j) { return load(j); }, f);
     }
 
     /* ---- penalties --------------------------------------------------------------------------- */
@@ -349,10 +353,6 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         }
         Best<Wide> plain;
         Best<double> other;
-        constexpr int FLIGHT = 2;
-        Counted x[FLIGHT];
-#pragma unroll
-        for (int i = 0; i < FLIGHT; ++i) x[i] = load_counted(i * THREADS + threadIdx.x);
         const auto see = [&](const Counted &now, int j) {
             const int group = j / 32;
             bool differs[VEC];
@@ -413,16 +413,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
                 if (there(token_of(j, e)) && !differs[e])
                     plain.see(wide(now.logits.v[e]), token_of(j, e));
         };
-#pragma unroll 1
-        for (int first = threadIdx.x; first - (int)threadIdx.x < vectors;
-             first += FLIGHT * THREADS) {
-#pragma unroll
-            for (int i = 0; i < FLIGHT; ++i) {
-                const Counted now = x[i];
-                x[i] = load_counted(first + (FLIGHT + i) * THREADS);
-                see(now, first + i * THREADS);
-            }
-        }
+        each_by<2>(load_counted, see);
         __syncthreads();
         const int listed = min(s.values, s.listed_values);
         for (int i = threadIdx.x; i < listed; i += THREADS) {
