@@ -155,14 +155,19 @@ bool few_elements(const gk_tensor &t) {
     return last <= INT32_MAX;
 }
 
-/* Plans an instance; key = {block scales}. */
-bool plan_fp8(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+enum {
+    KEY_BLOCKS /* scales by block */
+};
+
+bool plan_fp8(const gk_cuda_instance *instance, const gk_context *, const void *args,
+              gk_plan *plan) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     if (g->b.dtype != GK_E4M3) return false;
     const gk_scales sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
     const gk_scales sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[g->b.ndim - 1], true);
     const bool blocks = sa.col_log2 <= 7 || sb.row_log2 <= 7;
-    if (sa.dtype != GK_F32 || sb.dtype != GK_F32 || blocks != (bool)row->key[0]) return false;
+    if (sa.dtype != GK_F32 || sb.dtype != GK_F32 || blocks != (bool)instance->key[KEY_BLOCKS])
+        return false;
     if (blocks && (sa.col_log2 < 7 || sb.row_log2 < 7 || sb.col_log2 < 7)) return false;
     if (blocks && (!few_elements(*g->scale_a) || !few_elements(*g->scale_b))) return false;
     plan->tile[2] = WGMMA_ROW_BYTES;

@@ -77,10 +77,16 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     }
 };
 
-/* Plans an instance; key = {groups of k, b N-major}. */
-bool plan_16(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+enum {
+    KEY_OF_K,   /* the groups divide k */
+    KEY_N_MAJOR /* b is N-major */
+};
+
+bool plan_16(const gk_cuda_instance *instance, const gk_context *, const void *args,
+             gk_plan *plan) {
     plan->tile[2] = WGMMA_ROW_BYTES / 2;
-    return grouped_fits((const gk_grouped_gemm_args *)args, row->key[0], row->key[1], plan);
+    return grouped_fits((const gk_grouped_gemm_args *)args, instance->key[KEY_OF_K],
+                        instance->key[KEY_N_MAJOR], plan);
 }
 
 template <class K>

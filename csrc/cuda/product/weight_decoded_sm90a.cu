@@ -137,11 +137,15 @@ size_t decoded_bytes(const gk_weight_gemm_args *g) {
                                WORKSPACE_ALIGN);
 }
 
+enum {
+    KEY_CODE /* the format of the packed weight */
+};
+
 bool plan_decoded(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                   gk_plan *to) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const int64_t m = weight_rows(g->a), n = g->n, k = g->a.shape[g->a.ndim - 1], most = 1 << 30;
-    if (code_of(g->format) != instance->key[0] || m == 0 || n == 0 || k == 0 || m > most ||
+    if (code_of(g->format) != instance->key[KEY_CODE] || m == 0 || n == 0 || k == 0 || m > most ||
         n > most || k > most)
         return false;
     if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 || g->packed.stride[1] % 16)

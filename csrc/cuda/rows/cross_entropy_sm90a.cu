@@ -295,8 +295,15 @@ gk_status once_run(const gk_context *ctx, const void *args, const gk_plan *plan,
     return once_launch<float, CLUSTER>(ctx, a, plan);
 }
 
-/* An instance's key: [0] the blocks of a cluster, [1] the fewest parts its ring must hold. */
-bool once_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+/* An instance's key. */
+struct OnceKey {
+    enum {
+        CLUSTER,     /* blocks of a cluster */
+        LEAST_STAGES /* the fewest parts of a row that its ring must hold */
+    };
+};
+
+bool once_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                gk_plan *plan) {
     const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
     const gk_tensor *dlogits = gk_more_of_fwd(a).dlogits;
@@ -304,7 +311,8 @@ bool once_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *a
     if (!dlogits || n < LEAST || n > RING || n % 8 != 0 || !rows_whole(a->logits, dlogits))
         return false;
     if (a->softcap != 0 || (a->weight && a->label_smoothing != 0)) return false;
-    if (stages_of(part_of(n, row->key[0])) < row->key[1] ||
+    if (stages_of(part_of(n, instance->key[OnceKey::CLUSTER])) <
+            instance->key[OnceKey::LEAST_STAGES] ||
         !smem_fits(ctx, RING + (int)sizeof(Shared<8>)))
         return false;
     plan->tasks = num_rows(a->logits);

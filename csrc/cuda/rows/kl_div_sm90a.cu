@@ -45,12 +45,15 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
     });
 }
 
-/* An instance's key: [0] the blocks of a cluster. */
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+enum {
+    KEY_CLUSTER /* blocks of a cluster */
+};
+
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_kl_div_args *a = (const gk_kl_div_args *)args;
     const int64_t bytes =
         a->logits.shape[a->logits.ndim - 1] * (int64_t)gk_dtype_bytes(a->logits.dtype);
-    if (bytes < LEAST || bytes > INT32_MAX || cluster_of(bytes) != row->key[0] ||
+    if (bytes < LEAST || bytes > INT32_MAX || cluster_of(bytes) != instance->key[KEY_CLUSTER] ||
         !rows_whole(a->logits, &a->teacher_logits, a->dlogits) || !smem_fits(ctx, KEPT_BYTES))
         return false;
     to->tasks = num_rows(a->logits);

@@ -586,12 +586,12 @@ inline NormBwdParams norm_params(const gk_norm_bwd_args *a) {
     return p;
 }
 
-inline bool norm_fwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args,
+inline bool norm_fwd_plan(const gk_cuda_instance *instance, const gk_context *, const void *args,
                           gk_plan *plan) {
     const gk_norm_args *a = (const gk_norm_args *)args;
-    if (!rows_fit(row, a->x, a->residual, &a->out, a->sum)) return false;
+    if (!rows_fit(instance, a->x, a->residual, &a->out, a->sum)) return false;
     if (!norm_vector_fits(a->weight) || !norm_vector_fits(a->bias)) return false;
-    plan->tasks = gk_ceil_div(num_rows(a->x), row->key[1]);
+    plan->tasks = gk_ceil_div(num_rows(a->x), instance->key[RowKey::ROWS]);
     return true;
 }
 
@@ -628,11 +628,12 @@ gk_status norm_fwd_run(const gk_context *ctx, const void *args, const gk_plan *p
 }
 
 template <class T, int LANES, int ITEMS, int CLUSTER>
-bool norm_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool norm_bwd_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                    gk_plan *plan) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
-    if (!rows_fit(row, a->h, &a->grad_out, a->grad_sum, &a->dx) || !norm_vector_fits(a->weight))
+    if (!rows_fit(instance, a->h, &a->grad_out, a->grad_sum, &a->dx) ||
+        !norm_vector_fits(a->weight))
         return false;
     if (num_rows(a->h) > INT32_MAX ||
         !smem_fits(ctx, NormRing<Group>::BYTES + (int)sizeof(typename Group::Shared)))
@@ -641,7 +642,7 @@ bool norm_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const voi
     if constexpr (CLUSTER > 1)
         most = clusters_at_once<norm_bwd_kernel<T, LANES, ITEMS, CLUSTER>>(
             ctx, Group::THREADS, NormRing<Group>::BYTES, CLUSTER);
-    plan->tasks = gk_clamp_i64(gk_ceil_div(num_rows(a->h), row->key[1]), 1, most);
+    plan->tasks = gk_clamp_i64(gk_ceil_div(num_rows(a->h), instance->key[RowKey::ROWS]), 1, most);
     plan->workspace_bytes = norm_sums_bytes(a, plan->tasks);
     return true;
 }

@@ -439,12 +439,13 @@ gk_status ring_run(const gk_context *ctx, const void *args, const gk_plan *plan,
 }
 
 template <class T, int LANES, int ITEMS, int GROUPS, int CLUSTER>
-bool ring_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool ring_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                gk_plan *plan) {
     typedef Shape<LANES, ITEMS, GROUPS, CLUSTER, true> Layer;
     typedef Shape<LANES, ITEMS, GROUPS, CLUSTER, false> Rms;
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
-    if (!rows_fit(row, a->h, &a->grad_out, a->grad_sum, &a->dx) || !norm_vector_fits(a->weight))
+    if (!rows_fit(instance, a->h, &a->grad_out, a->grad_sum, &a->dx) ||
+        !norm_vector_fits(a->weight))
         return false;
     if (a->weight && a->weight->dtype != a->h.dtype && !Layer::WIDE_WEIGHTS) return false;
     if (a->kind != GK_LAYER_NORM && a->dbias) return false;
@@ -461,8 +462,7 @@ bool ring_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *a
     return true;
 }
 
-/* An instance's key: [0] the most columns, [1] groups of a block, [2] blocks of a cluster, [3]
- * columns up to which it does not serve. */
+/* The key is a RowKey. A block has as many rows at a time as groups. */
 #define RING_SHAPE(T, DTYPE, NAME, LANES, ITEMS, GROUPS, CLUSTER, LEAST)         \
     {"norm_bwd_ring_sm90a_" NAME "_" #LANES "x" #ITEMS "x" #GROUPS "x" #CLUSTER, \
      DTYPE,                                                                      \
@@ -497,7 +497,7 @@ bool ring_choose(const gk_context *ctx, const void *args, gk_plan *plan) {
     for (const gk_cuda_instance &i : instances)
         if (i.dtype == a->h.dtype && i.plan(&i, ctx, args, plan)) {
             plan->kernel = &i;
-            return num_rows(a->h) >= 2 * i.key[1] * plan->tasks;
+            return num_rows(a->h) >= 2 * i.key[RowKey::ROWS] * plan->tasks;
         }
     return false;
 }

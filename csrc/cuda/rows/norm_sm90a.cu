@@ -21,10 +21,10 @@ namespace {
      NULL},
 /* A small M, and plain rows: others need so many registers that a launch is little of the time.
  */
-bool overlapped_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool overlapped_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                      gk_plan *plan) {
     const gk_norm_args *a = (const gk_norm_args *)args;
-    return a->x.shape[a->x.ndim - 1] > 1024 && norm_fwd_plan(row, ctx, args, plan) &&
+    return a->x.shape[a->x.ndim - 1] > 1024 && norm_fwd_plan(instance, ctx, args, plan) &&
            (num_rows(a->x) <= NORM_SMALL_M || norm_is_plain(norm_params(a)));
 }
 

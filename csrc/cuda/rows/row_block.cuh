@@ -299,8 +299,15 @@ template <class T, int LANES, int ITEMS, int CLUSTER>
 constexpr bool ROW_FITS_32 = sizeof(T) == 2 && LANES >= 128 && ITEMS == 2 && CLUSTER == 1;
 constexpr int ROW_SM_THREADS = 2048;
 
-/* An instance's key: [0] the columns that a group holds, [1] the rows of a block, [2] the blocks of
- * a cluster, [3] the columns up to which one block serves instead of a cluster. */
+/* An instance's key. */
+struct RowKey {
+    enum {
+        COLUMNS, /* that a group holds */
+        ROWS,    /* of a block */
+        CLUSTER, /* blocks of a cluster */
+        ABOVE    /* rows of at most so many columns are served by other instances */
+    };
+};
 #define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)                                                \
     {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS, RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS, \
      CLUSTER, CLUSTER > 1 ? RowGroup<T, 512, (ITEMS < 4 ? ITEMS : 4), 1>::COLUMNS : 0}
@@ -314,9 +321,10 @@ template <class... More> inline bool rows_whole(const gk_tensor &first, More... 
 
 /* rows_whole, and N is a length that the instance serves. */
 template <class... More>
-inline bool rows_fit(const gk_cuda_instance *row, const gk_tensor &first, More... more) {
+inline bool rows_fit(const gk_cuda_instance *instance, const gk_tensor &first, More... more) {
     const int64_t n = first.shape[first.ndim - 1];
-    return n <= row->key[0] && n > row->key[3] && rows_whole(first, more...);
+    return n <= instance->key[RowKey::COLUMNS] && n > instance->key[RowKey::ABOVE] &&
+           rows_whole(first, more...);
 }
 
 #endif

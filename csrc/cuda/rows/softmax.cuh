@@ -170,17 +170,17 @@ inline SoftmaxParams softmax_params(const gk_softmax_bwd_args *a) {
     return p;
 }
 
-inline bool softmax_fwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args,
+inline bool softmax_fwd_plan(const gk_cuda_instance *instance, const gk_context *, const void *args,
                              gk_plan *plan) {
     const gk_softmax_args *a = (const gk_softmax_args *)args;
-    plan->tasks = gk_ceil_div(num_rows(a->x), row->key[1]);
-    return rows_fit(row, a->x, &a->out);
+    plan->tasks = gk_ceil_div(num_rows(a->x), instance->key[RowKey::ROWS]);
+    return rows_fit(instance, a->x, &a->out);
 }
-inline bool softmax_bwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args,
+inline bool softmax_bwd_plan(const gk_cuda_instance *instance, const gk_context *, const void *args,
                              gk_plan *plan) {
     const gk_softmax_bwd_args *a = (const gk_softmax_bwd_args *)args;
-    plan->tasks = gk_ceil_div(num_rows(a->out), row->key[1]);
-    return rows_fit(row, a->out, &a->grad_out, &a->dx);
+    plan->tasks = gk_ceil_div(num_rows(a->out), instance->key[RowKey::ROWS]);
+    return rows_fit(instance, a->out, &a->grad_out, &a->dx);
 }
 
 template <class T, int LANES, int ITEMS, int CLUSTER>

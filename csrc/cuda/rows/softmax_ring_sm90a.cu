@@ -287,26 +287,35 @@ gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void
                   : ring_launch<T, CLUSTER, BLOCKS, true, false>(ctx, softmax_params(a));
 }
 
-/* An instance's key: [0] the blocks of a cluster, [1] blocks of an SM, [2] fewest columns. */
-bool ring_fits(const gk_cuda_instance *row, const gk_context *ctx, int64_t n, int64_t rows,
+/* An instance's key. */
+struct RingKey {
+    enum {
+        CLUSTER, /* blocks of a cluster */
+        BLOCKS,  /* of an SM */
+        LEAST    /* the fewest columns */
+    };
+};
+
+bool ring_fits(const gk_cuda_instance *instance, const gk_context *ctx, int64_t n, int64_t rows,
                int operands) {
-    return n >= row->key[2] && rows <= INT32_MAX &&
-           smem_fits(ctx, RING_OF_SM / row->key[1] + 8192) &&
-           stages_of(part_of(n, row->key[0]), row->key[1], operands) >= LEAST_STAGES;
+    return n >= instance->key[RingKey::LEAST] && rows <= INT32_MAX &&
+           smem_fits(ctx, RING_OF_SM / instance->key[RingKey::BLOCKS] + 8192) &&
+           stages_of(part_of(n, instance->key[RingKey::CLUSTER]), instance->key[RingKey::BLOCKS],
+                     operands) >= LEAST_STAGES;
 }
-bool ring_fwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool ring_fwd_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                    gk_plan *plan) {
     const gk_softmax_args *a = (const gk_softmax_args *)args;
     plan->tasks = num_rows(a->x);
     return !a->lengths && rows_whole(a->x, &a->out) &&
-           ring_fits(row, ctx, a->x.shape[a->x.ndim - 1], plan->tasks, 1);
+           ring_fits(instance, ctx, a->x.shape[a->x.ndim - 1], plan->tasks, 1);
 }
-bool ring_bwd_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool ring_bwd_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                    gk_plan *plan) {
     const gk_softmax_bwd_args *a = (const gk_softmax_bwd_args *)args;
     plan->tasks = num_rows(a->out);
     return !a->lengths && rows_whole(a->out, &a->grad_out, &a->dx) &&
-           ring_fits(row, ctx, a->out.shape[a->out.ndim - 1], plan->tasks, 2);
+           ring_fits(instance, ctx, a->out.shape[a->out.ndim - 1], plan->tasks, 2);
 }
 
 #define RING(PASS, T, DTYPE, NAME, CLUSTER, BLOCKS, LEAST)              \
@@ -348,7 +357,8 @@ bool choose(const gk_cuda_instance (&instances)[COUNT], gk_dtype dtype, const gk
         if (i.dtype == dtype && i.plan(&i, ctx, args, plan)) {
             plan->kernel = &i;
             return gk_batch_invariant() ||
-                   plan->tasks * i.key[0] >= 2 * (int64_t)i.key[1] * gk_gpu_of(ctx->index)->num_sms;
+                   plan->tasks * i.key[RingKey::CLUSTER] >=
+                       2 * (int64_t)i.key[RingKey::BLOCKS] * gk_gpu_of(ctx->index)->num_sms;
         }
     return false;
 }

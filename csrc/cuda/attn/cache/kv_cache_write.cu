@@ -187,11 +187,15 @@ Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale,
     return s;
 }
 
-/* key = {elements of a piece, caches are 8-bit codes} */
-bool plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *) {
+enum {
+    KEY_PIECE, /* elements of a piece */
+    KEY_CODES  /* the caches hold 8-bit codes */
+};
+
+bool plan(const gk_cuda_instance *instance, const gk_context *, const void *args, gk_plan *) {
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
-    const int piece = row->key[0];
-    return gk_is_code(a->k_cache.dtype) == (row->key[1] != 0) &&
+    const int piece = instance->key[KEY_PIECE];
+    return gk_is_code(a->k_cache.dtype) == (instance->key[KEY_CODES] != 0) &&
            (piece == 1 || (in_pieces(a->k, piece) && in_pieces(a->v, piece) &&
                            in_pieces(a->k_cache, piece) && in_pieces(a->v_cache, piece)));
 }

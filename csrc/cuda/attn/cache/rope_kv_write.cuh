@@ -272,10 +272,13 @@ bool weight_whole(const gk_tensor *t) {
     return !t || ((t->stride[0] == 1 || t->shape[0] <= 1) && (uintptr_t)t->data % 16 == 0);
 }
 
-/* key = {elements of a vector} */
-bool plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *to) {
+enum {
+    KEY_VECTOR /* elements of a vector */
+};
+
+bool plan(const gk_cuda_instance *instance, const gk_context *, const void *args, gk_plan *to) {
     const gk_rope_kv_write_args *a = (const gk_rope_kv_write_args *)args;
-    const int v = row->key[0];
+    const int v = instance->key[KEY_VECTOR];
     const int64_t tokens = a->q.shape[0];
     if (tokens > INT32_MAX || a->q.shape[1] + 2 * a->k.shape[1] > 65535) return false;
     to->tasks = tokens;

@@ -8,9 +8,10 @@ namespace {
 
 constexpr int64_t MOST_TOKENS = 512; /* with more, the launch is a small part of the time */
 
-bool few_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool few_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
+              gk_plan *to) {
     return ((const gk_rope_kv_write_args *)args)->q.shape[0] <= MOST_TOKENS &&
-           plan(row, ctx, args, to);
+           plan(instance, ctx, args, to);
 }
 
 const gk_cuda_instance instances[] = {

@@ -192,8 +192,10 @@ bool plan_inner(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to)
         hopper->plan(ctx, f, gk_plan_begin(to, NULL)))
         return true;
     for (int i = 0; i < any->num_instances; ++i) {
-        const gk_cuda_instance *row = &any->instances[i];
-        if (row->dtype == GK_F16 && row->plan(row, ctx, f, gk_plan_begin(to, row))) return true;
+        const gk_cuda_instance *instance = &any->instances[i];
+        if (instance->dtype == GK_F16 &&
+            instance->plan(instance, ctx, f, gk_plan_begin(to, instance)))
+            return true;
     }
     return false;
 }

@@ -226,12 +226,18 @@ template <int HEAD_DIM> int blocks_an_sm() {
     return blocks_per_sm<flash_attn_fp8_sm80_kernel<HEAD_DIM>>(THREADS, Smem<HEAD_DIM>::BYTES);
 }
 
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+enum {
+    KEY_HEAD_DIM,
+    KEY_SMEM /* bytes of shared memory */
+};
+
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     const gk_flash_attn_args *f = &a->fwd;
-    if (gk_max_i64(f->q.shape[f->q.ndim - 1], f->v.shape[f->v.ndim - 1]) > row->key[0])
+    if (gk_max_i64(f->q.shape[f->q.ndim - 1], f->v.shape[f->v.ndim - 1]) >
+        instance->key[KEY_HEAD_DIM])
         return false;
-    if (!smem_fits(ctx, row->key[1])) return false;
+    if (!smem_fits(ctx, instance->key[KEY_SMEM])) return false;
     const Params &x = gk_own<Params>(to) = {fp8_params(ctx, a, BQ), in_eights(f->q),
                                             in_eights(f->k), in_eights(f->v)};
     to->tile[0] = BQ;

@@ -86,8 +86,19 @@ bool q_scale_fits(const gk_flash_attn_fp8_args *a, int rows) {
            gk_round_up(seq_q, rows) <= gk_round_up(seq_q, GK_ATTN_SCALE_TOKENS);
 }
 
-/* key = {head_dim, head_dim_v, per-block scales, bytes of shared memory, rows of a tile} */
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_fp8_args *a) {
+/* An instance's key. */
+struct Fp8Key {
+    enum {
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCKS, /* scales by block */
+        SMEM,   /* bytes of shared memory */
+        ROWS    /* of a tile */
+    };
+};
+
+bool serves(const gk_cuda_instance *instance, const gk_context *ctx,
+            const gk_flash_attn_fp8_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const gk_attn_rules &rules = f.rules;
     const int last = f.q.ndim - 1;
@@ -95,18 +106,19 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
         gk_attn_scale_of(a->k_scale).block != 0 || gk_attn_scale_of(a->v_scale).block != 0;
     /* key blocks begin where blocks of scales do */
     const bool aligned = rules.window_left < 0 && !rules.kv_start;
-    return !gk_attn_is_precise(a) && f.q.shape[last] <= row->key[0] &&
-           f.v.shape[last] <= row->key[1] && blocks == (row->key[2] != 0) && (!blocks || aligned) &&
+    return !gk_attn_is_precise(a) && f.q.shape[last] <= instance->key[Fp8Key::HEAD_DIM] &&
+           f.v.shape[last] <= instance->key[Fp8Key::HEAD_DIM_V] &&
+           blocks == (instance->key[Fp8Key::BLOCKS] != 0) && (!blocks || aligned) &&
            !(rules.softcap > 0) && !rules.alibi_slopes && mean_fits(gk_attn_mean_of(a->v_mean)) &&
-           q_scale_fits(a, row->key[4]) && tensor_map_fits(attn_shape(f.q)) &&
+           q_scale_fits(a, instance->key[Fp8Key::ROWS]) && tensor_map_fits(attn_shape(f.q)) &&
            tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) &&
-           rows_aligned(f.out) && smem_fits(ctx, row->key[3]);
+           rows_aligned(f.out) && smem_fits(ctx, instance->key[Fp8Key::SMEM]);
 }
 
 template <class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
-    if (!serves(row, ctx, a)) return false;
+    if (!serves(instance, ctx, a)) return false;
     Fp8HopperParams &x = gk_own<Fp8HopperParams>(to);
     x = {fwd_hopper_params<Tile>(ctx, &a->fwd),
          gk_attn_scale_of(a->q_scale),
@@ -173,10 +185,11 @@ double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args &f = ((const gk_flash_attn_fp8_args *)args)->fwd;
     const bool narrow = waves_of(ctx, f, 128) < waves_of(ctx, f, 192);
-    for (const gk_cuda_instance &row : instances) {
-        if ((row.run == run<Fp8Hopper128Wide, false> && narrow) || !row.plan(&row, ctx, args, to))
+    for (const gk_cuda_instance &instance : instances) {
+        if ((instance.run == run<Fp8Hopper128Wide, false> && narrow) ||
+            !instance.plan(&instance, ctx, args, to))
             continue;
-        to->kernel = &row;
+        to->kernel = &instance;
         return true;
     }
     return false;

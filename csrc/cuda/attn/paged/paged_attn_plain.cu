@@ -178,12 +178,18 @@ __global__ void __launch_bounds__(THREADS, MAX_DIM > NARROW ? 2 : 3)
 }
 
 /* ---- launch ---------------------------------------------------------------------------------- */
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+enum {
+    KEY_CODES,   /* the caches hold 8-bit codes */
+    KEY_HEAD_DIM /* the largest */
+};
+
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    if (a->q.shape[2] > row->key[1] || a->v_cache.shape[3] > row->key[1] ||
+    if (a->q.shape[2] > instance->key[KEY_HEAD_DIM] ||
+        a->v_cache.shape[3] > instance->key[KEY_HEAD_DIM] ||
         a->q.shape[0] * a->q.shape[1] > INT32_MAX)
         return false;
-    const bool codes = row->key[0];
+    const bool codes = instance->key[KEY_CODES];
     if (codes != gk_is_code(a->k_cache.dtype)) return false;
     Params &x = gk_own<Params>(to);
     x = {};
@@ -208,7 +214,6 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) 
                                                               0, x);
 }
 
-/* key = {caches are 8-bit codes, the largest head_dim} */
 #define ROW(NAME, DTYPE, T, CODES, MAX_DIM) \
     {"paged_attn_plain_" NAME, DTYPE, plan, run<T, CODES, MAX_DIM>, {CODES, MAX_DIM}, NULL},
 #define ROWS(NAME, DTYPE, T)                              \

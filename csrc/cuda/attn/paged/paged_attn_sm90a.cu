@@ -357,29 +357,29 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
 constexpr int MOST_BLOCKS_YZ = 65535; /* of a grid along y and along z */
 
 template <class Pages>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const int64_t head_dim = a->q.shape[2];
     const bool fits = Pages::CODES ? head_dim <= Pages::HEAD_DIM && head_dim % 16 == 0
                                    : head_dim == Pages::HEAD_DIM;
     if (a->k_cache.dtype != Pages::stored || !fits || a->v_cache.shape[3] != head_dim ||
-        a->k_cache.shape[1] % 16 != 0 || a->k_cache.shape[0] >= INT32_MAX || !serves(row, ctx, a) ||
-        !tensor_map_fits(pages_shape<Pages>(a->k_cache)) ||
+        a->k_cache.shape[1] % 16 != 0 || a->k_cache.shape[0] >= INT32_MAX ||
+        !serves(instance, ctx, a) || !tensor_map_fits(pages_shape<Pages>(a->k_cache)) ||
         !tensor_map_fits(pages_shape<Pages>(a->v_cache)))
         return false;
     StreamPlan &own = gk_own<StreamPlan>(to);
     own = {};
-    gk_cuda_instance as_planned = *row;
-    /* sizes_of takes key[2] as the most kv heads of a block: 1 unless they are to be neighbours */
+    gk_cuda_instance as_planned = *instance;
+    /* sizes_of reads the most kv heads of a block there: 1 unless they are to be neighbours */
     const bool fixed = a->flags & GK_PAGED_BATCH_INVARIANT;
-    if (fixed || !side_by_side<Pages>(a)) as_planned.key[2] = 1;
+    if (fixed || !side_by_side<Pages>(a)) as_planned.key[PagedKey::WARPS] = 1;
     const Sizes &z = own.planned.sizes = sizes_of(&as_planned, ctx, a);
     Call &c = own.planned.call;
     c.p = paged_of(ctx, a);
     c.block_heads = z.block_heads;
     c.head_sets = c.p.heads_kv / z.block_heads;
     c.blocks = z.blocks;
-    c.lanes = row->key[1];
+    c.lanes = instance->key[PagedKey::LANES];
     c.chunk_keys = Pages::KEYS * (LIST_WARPS / z.block_heads);
     own.boxes = a->k_cache.shape[1] % Pages::KEYS == 0 ? 1 : Pages::KEYS / 16;
     if (a->k_scale && a->k_scale->ndim == 2) c.p.k_scale = NULL;
@@ -406,7 +406,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
                            ? c.p.batch >= paged_hopper::narrow_batch
                            : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
     if (!Pages::CODES && own.ranks == 0 && small && !fixed) return false;
-    to->tile[0] = row->key[1];
+    to->tile[0] = instance->key[PagedKey::LANES];
     to->tile[1] = Pages::KEYS;
     to->tile[2] = c.chunk_keys;
     to->tasks = own.ranks ? tiles * own.ranks : z.blocks;

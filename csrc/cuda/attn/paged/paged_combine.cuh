@@ -137,13 +137,14 @@ template <class T> gk_status launch_combine(const gk_context *ctx, const Call &c
 
 template <class T, auto KERNEL>
 gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
+    const gk_cuda_instance *instance = (const gk_cuda_instance *)plan->kernel;
     const Sizes &z = gk_own<Planned>(plan).sizes;
     Call c = gk_own<Planned>(plan).call;
     place_splits(c, z, workspace);
     if (c.p.tokens == 0 || c.p.heads_q == 0) return GK_OK;
-    const gk_status status = launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks),
-                                            row->key[2] * 32, row->key[4], c);
+    const gk_status status =
+        launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks),
+                       instance->key[PagedKey::WARPS] * 32, instance->key[PagedKey::SMEM], c);
     if (status != GK_OK || !z.combines) return status;
     return launch_combine<T>(ctx, c);
 }

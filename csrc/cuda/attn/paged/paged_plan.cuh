@@ -420,33 +420,44 @@ __device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
 }
 
 /* ---- 5. launch ------------------------------------------------------------------------------- */
-/* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, the most rows of a
- * sequence (0: any)}. The grid fills the device and does not depend on the lengths. */
+/* An instance's key. */
+struct PagedKey {
+    enum {
+        HEAD_DIM,
+        LANES,
+        WARPS,
+        BLOCKS,   /* of an SM */
+        SMEM,     /* bytes of shared memory */
+        MOST_ROWS /* of a sequence; 0: any number */
+    };
+};
+
+/* The grid fills the device and does not depend on the lengths. */
 struct Sizes {
     int blocks, block_heads;
     bool combines; /* blocks may share a tile, or tokens may belong to no sequence */
     int64_t shared_bytes, stats_bytes, sums_bytes;
 };
 
-inline Sizes sizes_of(const gk_cuda_instance *row, const gk_context *ctx,
+inline Sizes sizes_of(const gk_cuda_instance *instance, const gk_context *ctx,
                       const gk_paged_attn_args *a) {
     Sizes z = {};
     const int64_t heads_kv = a->k_cache.shape[2];
-    z.blocks = gk_gpu_of(ctx->index)->num_sms * row->key[3];
+    z.blocks = gk_gpu_of(ctx->index)->num_sms * instance->key[PagedKey::BLOCKS];
     /* Blocks with neighbouring heads read whole cache lines, but make fewer tiles and so more
      * splits of each. */
     const int64_t few = z.blocks / paged_plan::splits, batch = a->seq_lens.shape[0];
     z.block_heads = 1;
-    for (int n = 2;
-         n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few;
+    for (int n = 2; n <= instance->key[PagedKey::WARPS] && heads_kv > 0 && heads_kv % n == 0 &&
+                    batch * (heads_kv / n) >= few;
          n *= 2)
         z.block_heads = n;
     /* If a row of the block table holds at most one chunk, a tile is one chunk and nobody shares
      * it. Then there is no second launch and no workspace. */
-    const int64_t chunk_keys = KEYS * (row->key[2] / z.block_heads);
+    const int64_t chunk_keys = KEYS * (instance->key[PagedKey::WARPS] / z.block_heads);
     z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > chunk_keys;
     if (!z.combines) return z;
-    const int64_t rows = (int64_t)z.blocks * 2 * z.block_heads * row->key[1];
+    const int64_t rows = (int64_t)z.blocks * 2 * z.block_heads * instance->key[PagedKey::LANES];
     z.shared_bytes = z.blocks * 2 * (int64_t)sizeof(SharedTile);
     z.stats_bytes = gk_round_up(rows * 8, 64);
     z.sums_bytes = gk_round_up(rows * a->v_cache.shape[3] * 4, 64);
@@ -458,14 +469,18 @@ inline bool in_16_bytes(const gk_tensor &t) {
     return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % each == 0 && rows_aligned(t));
 }
 
-inline bool serves(const gk_cuda_instance *row, const gk_context *ctx,
+inline bool serves(const gk_cuda_instance *instance, const gk_context *ctx,
                    const gk_paged_attn_args *a) {
     const int64_t tokens = a->q.shape[0], heads_q = a->q.shape[1], heads_kv = a->k_cache.shape[2];
     if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
-    if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
-    if (row->key[5] && paged_seq_q(a) * (heads_q / heads_kv) > row->key[5]) return false;
+    if (a->q.shape[2] > instance->key[PagedKey::HEAD_DIM] ||
+        a->v_cache.shape[3] > instance->key[PagedKey::HEAD_DIM])
+        return false;
+    if (instance->key[PagedKey::MOST_ROWS] &&
+        paged_seq_q(a) * (heads_q / heads_kv) > instance->key[PagedKey::MOST_ROWS])
+        return false;
     return in_16_bytes(a->q) && in_16_bytes(a->k_cache) && in_16_bytes(a->v_cache) &&
-           in_16_bytes(a->out) && smem_fits(ctx, row->key[4] + 1024);
+           in_16_bytes(a->out) && smem_fits(ctx, instance->key[PagedKey::SMEM] + 1024);
 }
 
 /* A plan's own data: the launch, without the addresses in the workspace. */
@@ -474,20 +489,20 @@ struct Planned {
     Call call;
 };
 
-inline bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+inline bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    if (a->k_cache.dtype != a->q.dtype || !serves(row, ctx, a)) return false;
+    if (a->k_cache.dtype != a->q.dtype || !serves(instance, ctx, a)) return false;
     Planned &own = gk_own<Planned>(to);
-    const Sizes &z = own.sizes = sizes_of(row, ctx, a);
+    const Sizes &z = own.sizes = sizes_of(instance, ctx, a);
     Call &c = own.call = {};
     c.p = paged_of(ctx, a);
     c.block_heads = z.block_heads;
     c.head_sets = c.p.heads_kv / z.block_heads;
     c.blocks = z.blocks;
-    c.lanes = row->key[1];
-    c.chunk_keys = KEYS * (row->key[2] / z.block_heads);
-    to->tile[0] = row->key[1];
+    c.lanes = instance->key[PagedKey::LANES];
+    c.chunk_keys = KEYS * (instance->key[PagedKey::WARPS] / z.block_heads);
+    to->tile[0] = instance->key[PagedKey::LANES];
     to->tile[1] = KEYS;
     to->tile[2] = c.chunk_keys;
     to->tasks = z.blocks;

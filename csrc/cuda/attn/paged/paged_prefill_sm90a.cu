@@ -94,24 +94,34 @@ int box_log2(int64_t block_size, int bkv) {
     return n;
 }
 
+/* An instance's key. */
+struct PrefillKey {
+    enum {
+        HEAD_DIM,
+        SMEM,    /* bytes of shared memory */
+        MODIFIED /* softcap or ALiBi */
+    };
+};
+
 template <class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const gk_attn_rules &r = a->rules;
     const bool modified = r.softcap > 0 || r.alibi_slopes, late = r.window_left >= 0 || r.kv_start;
     const bool to_right = a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0,
                causal = prefill_is_causal(a);
     if (a->k_cache.dtype != a->q.dtype || a->q.shape[2] != Tile::HEAD_DIM ||
-        a->v_cache.shape[3] != Tile::HEAD_DIM || modified != (row->key[2] != 0) ||
-        a->k_cache.shape[1] % 8 != 0 || a->k_cache.shape[0] >= INT32_MAX ||
-        a->k_cache.shape[2] == 0 || a->q.shape[0] * a->q.shape[1] > INT32_MAX ||
-        (to_right && !causal) || (r.alibi_slopes && late && !causal) || !plain_scores(r) ||
-        a->k_scale || a->v_scale || !in_32_bits(a->block_table))
+        a->v_cache.shape[3] != Tile::HEAD_DIM ||
+        modified != (instance->key[PrefillKey::MODIFIED] != 0) || a->k_cache.shape[1] % 8 != 0 ||
+        a->k_cache.shape[0] >= INT32_MAX || a->k_cache.shape[2] == 0 ||
+        a->q.shape[0] * a->q.shape[1] > INT32_MAX || (to_right && !causal) ||
+        (r.alibi_slopes && late && !causal) || !plain_scores(r) || a->k_scale || a->v_scale ||
+        !in_32_bits(a->block_table))
         return false;
     const gk_flash_attn_args flash = as_flash(a);
     if (!tensor_map_fits(attn_shape(flash.q)) || !tensor_map_fits(attn_shape(flash.out)) ||
         !tensor_map_fits(pages_shape(a->k_cache)) || !tensor_map_fits(pages_shape(a->v_cache)) ||
-        !smem_fits(ctx, row->key[1]))
+        !smem_fits(ctx, instance->key[PrefillKey::SMEM]))
         return false;
     PrefillParams &x = gk_own<PrefillParams>(to) = {};
     x.f = fwd_hopper_params<Tile>(ctx, &flash);
@@ -170,7 +180,6 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? finish<T>(op, ctx, x.f.fwd) : status;
 }
 
-/* key = {head_dim, bytes of shared memory, softcap or ALiBi} */
 #define ROW(NAME, DTYPE, T, TILE, MODIFIED)         \
     {"paged_prefill_sm90a_" NAME,                   \
      DTYPE,                                         \
@@ -197,9 +206,9 @@ bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {
                   group = a->k_cache.shape[2] ? a->q.shape[1] / a->k_cache.shape[2] : 1;
     const bool many = tokens >= PREFILL_TOKENS && a->q.shape[0] >= batch * PREFILL_TOKENS;
     if (!many && (a->cu_seqlens_q || tokens * group < PREFILL_ROWS)) return false;
-    for (const gk_cuda_instance &row : instances) {
-        if (row.dtype != a->q.dtype || !row.plan(&row, ctx, args, to)) continue;
-        to->kernel = &row;
+    for (const gk_cuda_instance &instance : instances) {
+        if (instance.dtype != a->q.dtype || !instance.plan(&instance, ctx, args, to)) continue;
+        to->kernel = &instance;
         return true;
     }
     return false;

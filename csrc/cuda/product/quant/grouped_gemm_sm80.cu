@@ -109,19 +109,19 @@ bool reads_rows(const gk_tensor &t, bool transposed) {
     return t.shape[rows] == 1 || gk_whole_chunks(t.dtype, t.stride[rows]);
 }
 
-bool plan_grouped(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                   gk_plan *plan) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1],
                   groups = g->offs.shape[0];
     const bool by_k = g->b.ndim == 2;
-    const int mode = row->key[KEY_MODE];
-    if (by_k != (bool)row->key[KEY_BY_K] || groups < 1 || groups > GROUPED_MOST) return false;
+    const int mode = instance->key[KEY_MODE];
+    if (by_k != (bool)instance->key[KEY_BY_K] || groups < 1 || groups > GROUPED_MOST) return false;
     if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
     if (!(mode & ANY) &&
         !(reads_rows(g->a, (mode & A_ALONG_M) != 0) && reads_rows(g->b, (mode & B_ALONG_N) == 0)))
         return false;
-    if (!smem_fits(ctx, row->key[KEY_SMEM])) return false;
+    if (!smem_fits(ctx, instance->key[KEY_SMEM])) return false;
     const int64_t across = gk_ceil_div(n, 128),
                   down = gk_ceil_div(m, 128) * (by_k ? groups : 1) + groups;
     if (!gk_grid_fits(2 * across * down)) return false;

@@ -189,8 +189,9 @@ const gk_cuda_instance instances[] = {
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     if (g->a.shape[0] < SCALED_DECODED_ROWS) return false;
-    for (const gk_cuda_instance &row : instances)
-        if (row.dtype == g->a.dtype && plan_instance(&row, ctx, args, gk_plan_begin(plan, &row)))
+    for (const gk_cuda_instance &instance : instances)
+        if (instance.dtype == g->a.dtype &&
+            plan_instance(&instance, ctx, args, gk_plan_begin(plan, &instance)))
             return true;
     return false;
 }

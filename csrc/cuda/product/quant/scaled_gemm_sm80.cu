@@ -142,10 +142,10 @@ bool along_k(const gk_scales &a, const gk_scales &b) {
     return a.col_log2 < GK_WHOLE_LOG2 || b.row_log2 < GK_WHOLE_LOG2;
 }
 
-bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_scaled(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
-    const int32_t *key = row->key;
+    const int32_t *key = instance->key;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     if (k == 0 || m == 0 || n == 0 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
     if (key[KEY_B] != NO_DTYPE && key[KEY_B] != (int32_t)g->b.dtype) return false;
@@ -164,7 +164,7 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void 
     plan->tile[1] = key[KEY_BN];
     plan->tile[2] = key[KEY_BK];
     plan->tasks = tiles;
-    plan->kernel = row;
+    plan->kernel = instance;
     return true;
 }
 
@@ -244,10 +244,10 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const bool small =
         g->a.shape[0] <= SCALED_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
     for (int other = 0; other < 2; ++other)
-        for (const gk_cuda_instance &row : instances)
-            if (row.dtype == g->a.dtype &&
-                (row.key[KEY_KIND] == SMALL) == (small != (other == 1)) &&
-                plan_scaled(&row, ctx, args, plan))
+        for (const gk_cuda_instance &instance : instances)
+            if (instance.dtype == g->a.dtype &&
+                (instance.key[KEY_KIND] == SMALL) == (small != (other == 1)) &&
+                plan_scaled(&instance, ctx, args, plan))
                 return true;
     return false;
 }

@@ -198,7 +198,7 @@ enum Key { /* of an instance */
     KEY_SMALL
 };
 
-bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_sparse(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->values.shape[0];
@@ -206,7 +206,7 @@ bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30 ||
         k % (eight ? 32 : 16))
         return false;
-    if (!rows_aligned(g->values) || !smem_fits(ctx, row->key[KEY_SMEM])) return false;
+    if (!rows_aligned(g->values) || !smem_fits(ctx, instance->key[KEY_SMEM])) return false;
     if ((uintptr_t)g->meta.data % 4 || (n > 1 && g->meta.stride[0] % (eight ? 4 : 2))) return false;
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
@@ -214,13 +214,14 @@ bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void 
         x.a = plan_k_major(g->a, &bytes);
     else if ((g->a.stride[1] != 1 && k > 1) || !rows_aligned(g->a))
         return false;
-    const int64_t tiles = gk_ceil_div(n, row->key[KEY_BM]) * gk_ceil_div(m, row->key[KEY_BN]);
+    const int64_t tiles =
+        gk_ceil_div(n, instance->key[KEY_BM]) * gk_ceil_div(m, instance->key[KEY_BN]);
     if (!gk_grid_fits(tiles)) return false;
     plan->workspace_bytes = bytes;
     plan->tasks = tiles;
-    plan->kernel = row;
-    plan->tile[0] = row->key[KEY_BN];
-    plan->tile[1] = row->key[KEY_BM];
+    plan->kernel = instance;
+    plan->tile[0] = instance->key[KEY_BN];
+    plan->tile[1] = instance->key[KEY_BM];
     plan->tile[2] = eight ? 128 : 64;
     return true;
 }
@@ -280,9 +281,9 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const int64_t m = g->a.shape[0],
                   large = gk_ceil_div(m, 128) * gk_ceil_div(g->values.shape[0], 128);
     const bool small = m <= SPARSE_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
-    for (const gk_cuda_instance &row : instances)
-        if (row.dtype == g->a.dtype && (row.key[KEY_SMALL] != 0) == small &&
-            plan_sparse(&row, ctx, args, plan))
+    for (const gk_cuda_instance &instance : instances)
+        if (instance.dtype == g->a.dtype && (instance.key[KEY_SMALL] != 0) == small &&
+            plan_sparse(&instance, ctx, args, plan))
             return true;
     return false;
 }
