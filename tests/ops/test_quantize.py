@@ -217,39 +217,12 @@ def test_dequantize(dtype, device):
         )
 
 
-def test_scales_that_cannot_be(device):
-    x = torch.ones(4, 256, device=device)
-    codes, scale = torch_gpukern.quantize(x, torch.float8_e4m3fn, "1x128")
-    with pytest.raises(
-        ValueError,
-        match="gpukern::dequantize: scale has shape \\[3, 2\\], which fits no scales of codes",
-    ):
-        torch_gpukern.dequantize(codes, scale[:3])
-    with pytest.raises(
-        ValueError,
-        match="gpukern::quantize: granularity must be tensor, row, 1x128, 128x128 or 1x32, got "
-        "'1x64'",
-    ):
-        torch_gpukern.quantize(x, torch.float8_e4m3fn, "1x64")
-    with pytest.raises(
-        ValueError,
-        match="gpukern::quantize: dtype must be float8_e4m3fn, float8_e5m2 or int8, got bfloat16",
-    ):
-        torch_gpukern.quantize(x, torch.bfloat16, "row")
-    with pytest.raises(ValueError, match="gpukern::quantize: x must be float32"):
-        torch_gpukern.quantize(x.int(), torch.int8, "row")
-    with pytest.raises(
-        ValueError, match="gpukern::quantize: scale must have shape \\[4, 2\\], got \\[4, 1\\]"
-    ):
-        torch_gpukern.quantize(x, torch.int8, "1x128", scale=scale[:, :1].contiguous())
-    with pytest.raises(ValueError, match="gpukern::quantize: scale_ub must have shape"):
-        torch_gpukern.quantize(x, torch.int8, "row", scale_ub=x[0])
-    with pytest.raises(ValueError, match="gpukern::silu_mul_quantize: up must have shape"):
-        torch_gpukern.silu_mul_quantize(x, x[:2], torch.int8, "row")
-    with pytest.raises(ValueError, match="gpukern::rms_norm_quantize: eps must be"):
-        torch_gpukern.rms_norm_quantize(x, eps=-1.0)
-    with pytest.raises(NotImplementedError, match="gpukern::quantize|quantize"):
-        torch_gpukern.quantize(x.requires_grad_(), torch.float8_e4m3fn, "row")[1].sum().backward()
+def test_quantize_has_no_gradient(device):
+    """registry_quantised.py has what the ops refuse."""
+    x = torch.ones(4, 256, device=device, requires_grad=True)
+    _, scale = torch_gpukern.quantize(x, torch.float8_e4m3fn, "row")
+    with pytest.raises(NotImplementedError, match="quantize"):
+        scale.sum().backward()
 
 
 def test_opcheck_and_compile(device):
