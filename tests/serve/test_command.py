@@ -115,8 +115,11 @@ def test_a_missing_package_is_named(missing, monkeypatch, capsys, model_dir):
 
 
 def test_a_directory_is_loaded(model_dir, wanted):
-    net, tokenizer, stop_ids = loading.load(model_dir, torch.float32)
-    assert stop_ids == {tokenizer.inner.eos_token_id}
+    net = loading.load(model_dir, torch.float32)
+    what = loading.What(str(model_dir), None, torch.float32, 32)
+    tokenizer = loading.tokenizer_of(what)
+    assert tokenizer.end_ids == {tokenizer.inner.eos_token_id}
+    assert loading.ids_of([3, 4]) == {3, 4} and loading.ids_of(None) == frozenset()
     engine = Engine(TransformersModel(net, 16))
     (prompt,) = prompts_of(12)
     request = engine.submit(Request(prompt, max_tokens=8))
@@ -126,7 +129,7 @@ def test_a_directory_is_loaded(model_dir, wanted):
 
 def test_what_gpukern_quantize_wrote_is_loaded(model_dir, tmp_path, capsys):
     assert main(["quantize", str(model_dir), "--recipe", "w8", "--out", str(tmp_path / "w8")]) == 0
-    net, *_ = loading.load(tmp_path / "w8", torch.float32)
+    net = loading.load(tmp_path / "w8", torch.float32)
     assert type(net.model.layers[0].mlp.down_proj).__name__ == "QuantizedLinear"
     engine = Engine(TransformersModel(net, 16))
     request = engine.submit(Request([1, 2, 3], max_tokens=4))

@@ -218,7 +218,7 @@ def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) ->
         about, stop_ids = apart.wait()
         name = args.name or args.random or Path(args.model).resolve().name
         server = Server(
-            application(apart, tokenizer, name, stop_ids),
+            application(apart, tokenizer, name, stop_ids | tokenizer.end_ids),
             apart,
             drain_seconds=args.drain_seconds,
             says=f"gpukern serve: {address_of(own)}/v1 has {name}: {about}",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is served, from a model's directory: the network, its tokenizer, its end tokens."""
+"""What is served, from a model's directory: the network and its end tokens for the engine's process,
+the tokenizer for HTTP's."""
 
 from __future__ import annotations
 
@@ -49,28 +50,23 @@ class Ready(NamedTuple):
     """What an engine needs."""
 
     model: TransformersModel
-    tokenizer: Any
-    stop_ids: frozenset[int]
+    stop_ids: frozenset[int]  # of the generation config; the tokenizer may have others
     recipe: str | None
 
 
-class Loaded(NamedTuple):
-    net: nn.Module
-    tokenizer: Any  # of tokenizer.py
-    stop_ids: frozenset[int]
-
-
 def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
-    """The model over pages, on one of its ranks.
+    """The model over pages, on one of its ranks. It reads a tokenizer only to choose the scales of an
+    8-bit cache: texts and tokens are the business of HTTP's process.
 
     Raises:
         ValueError: the model, or a setting that it does not take, by name.
     """
     if what.random is not None:
-        net, tokenizer, stop_ids = random(what.random, device, what.dtype)
+        net, stop_ids = random(what.random, device, what.dtype), frozenset()
     else:
         assert what.directory is not None
-        net, tokenizer, stop_ids = load(what.directory, what.dtype)
+        net = load(what.directory, what.dtype)
+        stop_ids = ids_of(net.generation_config.eos_token_id)
     shard(net, rank, what.ranks)
     net.to(device)
     recipe = what.recipe
@@ -81,7 +77,7 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
     dtype, scales = None, None
     if what.cache is not None:
         dtype = CACHES[what.cache]
-        scales = scales_of(net, dtype, prompts_of(tokenizer, net), ranks=what.ranks)
+        scales = scales_of(net, dtype, prompts_of(tokenizer_of(what), net), ranks=what.ranks)
     pages = what.pages
     if pages is None:
         pages = pages_beside(
@@ -94,7 +90,7 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
             ranks=what.ranks,
         )
     model = served(net, pages, dtype=dtype, scales=scales, ranks=what.ranks)
-    return Ready(model, tokenizer, stop_ids, recipe)
+    return Ready(model, stop_ids, recipe)
 
 
 def quantised(net: nn.Module, recipe: str) -> None:
@@ -114,21 +110,26 @@ def prompts_of(tokenizer: Any, net: Any) -> list[list[int]]:
 
 
 def tokenizer_of(what: What) -> Any:
-    """The tokenizer alone.
+    """The tokenizer, and nothing of the model.
 
     Raises:
-        ValueError: as `load`.
+        ValueError: no directory, no config.json, no tokenizer, too large a vocabulary.
     """
     if what.random is not None:
         return Bytes()
     assert what.directory is not None
-    return Tokenizer(tokenizer_in(what.directory))
+    transformers = checked(Path(what.directory))
+    try:
+        inner = transformers.AutoTokenizer.from_pretrained(what.directory)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"{what.directory} has no tokenizer that transformers can load: {first_line(error)}"
+        ) from None
+    return Tokenizer(inner)
 
 
-def tokenizer_in(directory: str | Path) -> Any:
-    """transformers' tokenizer of a directory whose model can be loaded, as far as its config.json
-    says."""
-    directory = Path(directory)
+def checked(directory: Path) -> Any:
+    """transformers, if it can load the directory's model, as far as config.json says."""
     if not directory.is_dir():
         raise ValueError(
             f"MODEL_DIR is {directory}, which is no directory; expected one with {CONFIG}, "
@@ -137,38 +138,28 @@ def tokenizer_in(directory: str | Path) -> Any:
     if not (directory / CONFIG).exists():
         raise ValueError(f"{directory} has no {CONFIG}; expected a model as transformers saves it")
     (transformers,) = need(MODELS)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{directory} has no tokenizer that transformers can load: {first_line(error)}"
-        ) from None
     config = transformers.AutoConfig.from_pretrained(directory)
     check_vocabulary(config.get_text_config().vocab_size)
-    return tokenizer
+    return transformers
 
 
-def load(directory: str | Path, dtype: torch.dtype) -> Loaded:
+def load(directory: str | Path, dtype: torch.dtype) -> nn.Module:
     """A causal language model of transformers, or one that `gpukern quantize` wrote, on the CPU.
     Norms and MLPs are patched.
 
     Raises:
-        ValueError: no directory, no config.json, no tokenizer, too large a vocabulary, a model of
-            another kind.
+        ValueError: no directory, no config.json, too large a vocabulary, a model of another kind.
     """
     directory = Path(directory)
-    tokenizer = tokenizer_in(directory)  # before any weight is read
-    (transformers,) = need(MODELS)
-    net = network(transformers, directory, dtype)
-    return Loaded(net, Tokenizer(tokenizer), end_tokens(net, tokenizer))
+    return network(checked(directory), directory, dtype)
 
 
-def random(size: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+def random(size: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Random weights, whose tokens are bytes."""
     need(MODELS)
     net = random_llama(size, str(device), dtype)
     patch(net, say=None)
-    return Loaded(net, Bytes(), frozenset())
+    return net
 
 
 def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
@@ -186,12 +177,9 @@ def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module
     return net
 
 
-def end_tokens(net: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end an answer: those of the generation config and the tokenizer's."""
-    found: set[int] = set()
-    for ends in (net.generation_config.eos_token_id, tokenizer.eos_token_id):
-        found.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return frozenset(found)
+def ids_of(given: int | list[int] | None) -> frozenset[int]:
+    """The tokens of an eos_token_id."""
+    return frozenset(given if isinstance(given, list) else [] if given is None else [given])
 
 
 def first_line(error: Exception) -> str:

@@ -16,6 +16,8 @@ REPLACEMENT = "\ufffd"  # what bytes decode to that are no character
 class Bytes:
     """The tokenizer of models without one: a token below 256 is a byte, others are U+25A1."""
 
+    end_ids: frozenset[int] = frozenset()  # tokens that end an answer
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -37,6 +39,8 @@ class Tokenizer:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        end = inner.eos_token_id
+        self.end_ids = frozenset() if end is None else frozenset([end])
         self.lock = threading.Lock()  # prompts are encoded in threads of their own
 
     def encode(self, text: str) -> list[int]:
