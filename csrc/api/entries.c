@@ -35,7 +35,9 @@ enum {
         const size_t bytes = (args)->size < sizeof(copy) ? (args)->size : sizeof(copy);        \
         (copy).args = *(args);                                                                 \
         if (bytes > sizeof *(args)) memcpy((copy).behind, (args) + 1, bytes - sizeof *(args)); \
-        (copy).args.size = bytes, (copy).args.rules.softcap = softcap, (args) = &(copy).args;  \
+        (copy).args.size = bytes;                                                              \
+        (copy).args.rules.softcap = softcap;                                                   \
+        (args) = &(copy).args;                                                                 \
     } while (0)
 _Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_args) + MOST_BEHIND,
                "a copy has no room");

@@ -92,7 +92,7 @@ def differentiate(
         if call.sinks is None or q.device.type != "cpu"
         else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
     )
-    bare = call.but(sinks=None if shares is None else call.sinks.to(wide))
+    of_block = call.but(sinks=None if shares is None else call.sinks.to(wide))
     for step in range(ranks.size):
         owner = (ranks.rank - step) % ranks.size
         before = (owner - 1) % ranks.size
@@ -109,7 +109,7 @@ def differentiate(
                     *(x[:, :, keys] for x in held),
                     out[:, :, rows],
                     lse[:, :, rows],
-                    bare,
+                    of_block,
                     start - key_start,
                     part=True,
                 )

@@ -159,8 +159,8 @@ def accesses(layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int
     bytes_, column = vectors(layout, elem_bytes, access_bytes)
     across = [bytes_[i + j * column] for i in range(column) for j in range(len(bytes_) // column)]
     found = []
-    for name, walk in (("down mode 0", bytes_), ("across mode 0", across)):
-        warps = [walk[i : i + WARP] for i in range(0, len(walk), WARP)]
+    for name, order in (("down mode 0", bytes_), ("across mode 0", across)):
+        warps = [order[i : i + WARP] for i in range(0, len(order), WARP)]
         worst = max(warps, key=lambda w: (ways(w, access_bytes), wavefronts(w, access_bytes)))
         moved = len(warps[0]) * access_bytes
         far = max(warps, key=lambda w: sectors(w, access_bytes))

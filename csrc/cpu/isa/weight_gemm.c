@@ -19,7 +19,7 @@ typedef struct weight {
     int group_log2;
     int64_t scale_k, scale_n, zero_k, zero_n;
     float global_scale;
-    bool bare; /* codes are multiplied without their scale */
+    bool unscaled; /* codes are multiplied without their scale */
 } weight;
 
 typedef struct weight_plan {
@@ -100,10 +100,10 @@ INLINE void decode_row(const weight *w, gk_weight_format format, gk_dtype dtype,
         const int64_t end =
             w->group_log2 > 60 ? kn : gk_min_i64(kn, ((group + 1) << w->group_log2) - k0);
         const float zero = zero_of_group(w, n, group),
-                    scale = w->bare ? 1 : scale_of_group(w, n, group);
+                    scale = w->unscaled ? 1 : scale_of_group(w, n, group);
         for (; i < end; i += W) { /* groups and the ends of tiles are multiples of 16 */
             vf v = values_of(codes + i, format, zero);
-            if (!w->bare) v = v * scale * w->global_scale;
+            if (!w->unscaled) v = v * scale * w->global_scale;
             store_values(to + i, v, dtype);
         }
     }
@@ -180,8 +180,8 @@ static bool plan_weight(const gk_context *ctx, const void *args, gk_plan *plan) 
         w->zero_k = g->zero->stride[0];
         w->zero_n = g->zero->stride[1];
     }
-    w->bare = g->a.dtype == GK_E4M3;
-    if (w->bare) {
+    w->unscaled = g->a.dtype == GK_E4M3;
+    if (w->unscaled) {
         if (g->scale_a) p->scale_a = gk_scales_of(g->scale_a, p->m, p->k, false);
         p->scale_b =
             (gk_scales){g->scale.data, g->scale.dtype, w->group_log2, 0, w->scale_k, w->scale_n};
@@ -200,7 +200,7 @@ static void run_weight(const gk_context *ctx, const void *args, const gk_plan *p
     x.w.global_scale = g->global_scale ? *(const float *)g->global_scale->const_data : 1;
     x.p.a = g->a.data;
     x.p.b = &x.w;
-    if (x.w.bare) {
+    if (x.w.unscaled) {
         x.p.scale_a.data = g->scale_a ? g->scale_a->data : NULL;
         x.p.scale_b.data = g->scale.data;
         x.p.e.alpha = x.w.global_scale;
