@@ -82,13 +82,6 @@ GK_SAMPLE_FN int64_t gk_sample_round(double x) {
     return GK_BITS_OF(GK_ADD(x, GK_SAMPLE_ROUND)) - GK_BITS_OF(GK_SAMPLE_ROUND);
 }
 
-/* The weight for this x; 0 if x is NaN. `least` is min_p 2^43. */
-GK_SAMPLE_FN int64_t gk_sample_weight(double x, double least, const double *table) {
-    if (!(x >= GK_SAMPLE_LEAST)) return 0;
-    const double e = gk_sample_exp(x, table);
-    return e >= least ? gk_sample_round(e) : 0;
-}
-
 /* A logit after its penalties. times: how often the answer so far has the token. */
 GK_SAMPLE_FN double gk_sample_penalised(double y, int64_t times, int in_prompt, double presence,
                                         double frequency, double repetition) {

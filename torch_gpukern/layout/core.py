@@ -11,7 +11,7 @@ with the first mode fastest (colexicographic order): index 5 of the layout above
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Union
 
@@ -344,12 +344,6 @@ class Layout(Drawn):
     def flat(self) -> Layout:
         """The same modes without nesting."""
         return of_leaves(self.leaves)
-
-    def by_mode(self, function: Callable[[Layout], Layout]) -> Layout:
-        """Applies a function of layouts to each mode at the top. Names are kept."""
-        if not isinstance(self.shape, tuple):
-            return function(self)
-        return join(*map(function, self.modes), names=self.names)
 
     # the function
 

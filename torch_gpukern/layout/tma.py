@@ -59,11 +59,6 @@ class TmaBox:
             n *= -(-b // step)
         return n
 
-    @property
-    def align_bytes(self) -> int:
-        """The alignment in bytes of the box in shared memory; `smem` assumes it."""
-        return {0: 128, 32: 256, 64: 512, 128: 1024}[self.swizzle]
-
     def __str__(self) -> str:
         rows = [
             ("dimensions", self.sizes),
