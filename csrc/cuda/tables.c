@@ -77,6 +77,7 @@ enum {
     X(flash_attn_fwd_sm90a, 0, PARTIAL)                             \
     X(flash_attn_fwd_wide_sm90a, 0, PARTIAL)                        \
     X(flash_attn_fwd_sm80, 0, PARTIAL)                              \
+    X(flash_attn_fwd_drop_sm90a, DROPS, DROPS)                      \
     X(flash_attn_fwd_drop_sm80, DROPS, DROPS | PARTIAL)             \
     X(flash_attn_fwd_simt, 0, PARTIAL)                              \
     X(flash_attn_fwd_plain, 0, DROPS | SCORES)                      \
@@ -88,6 +89,7 @@ enum {
     X(flash_attn_bwd_sm90a, 0, 0)                         \
     X(flash_attn_bwd_wide_sm90a, 0, 0)                    \
     X(flash_attn_bwd_sm80, 0, 0)                          \
+    X(flash_attn_bwd_drop_sm90a, DROPS, DROPS)            \
     X(flash_attn_bwd_drop_sm80, DROPS, DROPS)             \
     X(flash_attn_bwd_simt, 0, 0)                          \
     X(flash_attn_bwd_gemms, 0, 0)                         \
@@ -128,6 +130,7 @@ static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
 #ifdef LACKS_SM90A
 /* Tables without instances in the place of those that _sm90a.cu files define. */
 #define NONE(name) const gk_cuda_table gk_##name##_table = {NULL, 0, 90, NULL};
+NONE(flash_attn_bwd_drop_sm90a)
 NONE(flash_attn_bwd_masked_sm90a)
 NONE(flash_attn_bwd_masked_wide_sm90a)
 NONE(flash_attn_bwd_partial_sm90a)
@@ -135,6 +138,7 @@ NONE(flash_attn_bwd_sm90a)
 NONE(flash_attn_bwd_wide_sm90a)
 NONE(rope_kv_write_sm90a)
 NONE(flash_attn_fp8_sm90a)
+NONE(flash_attn_fwd_drop_sm90a)
 NONE(flash_attn_fwd_masked_sm90a)
 NONE(flash_attn_fwd_masked_wide_sm90a)
 NONE(flash_attn_fwd_partial_sm90a)

@@ -333,3 +333,72 @@ def test_a_captured_graph_reads_the_seed():
         seed.copy_(seed_of(*values))
         graph.replay()
         assert same_bits(out, gk.flash_attn(q, q, q, dropout_p=0.5, dropout_seed=seed))
+
+
+# ---- Hopper's kernels ----------------------------------------------------------------------------
+
+
+def rules_of(name, seq_q, seq_k):
+    """The rules of a call, and the pairs that they show, [seq_q, seq_k]."""
+    i, j = torch.arange(seq_q)[:, None], torch.arange(seq_k)
+    ahead = j - i - (seq_k - seq_q)
+    return {
+        "full": (dict(), ahead == ahead),
+        "causal": (dict(is_causal=True, diagonal=seq_k - seq_q), ahead <= 0),
+        "window": (
+            dict(window_left=301, window_right=20, diagonal=seq_k - seq_q),
+            (ahead <= 20) & (ahead >= -301),
+        ),
+    }[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("full", "causal", "window"))
+@pytest.mark.parametrize("dim", (64, 96, 128))
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_every_bit_of_the_mask_on_a_gpu(name, dim, dtype):
+    """q of 0 makes the weights of a row equal. V of one-hot rows then shows which keys forward
+    keeps, and dO of one-hot rows which pairs backward keeps: 0 or not, pair by pair."""
+    batch, heads, seq_q, seq_k, p = 2, 4, 500, 700, 0.3
+    rules, shown = rules_of(name, seq_q, seq_k)
+    q = torch.zeros(batch, heads, seq_q, dim, dtype=dtype, device="cuda").requires_grad_()
+    k = torch.zeros(batch, 2, seq_k, dim, dtype=dtype, device="cuda").requires_grad_()
+    seed = seed_of(-5, 2**33 + 1, device="cuda")
+    kept = gk.attn_dropout_mask(q, k, p, seed).cpu() & shown
+    seen = torch.empty(batch, heads, seq_q, 0, dtype=torch.bool)
+    for j in range(0, seq_k, dim):
+        v = torch.zeros(batch, 2, seq_k, dim, dtype=dtype, device="cuda")
+        v[:, :, j : j + dim] = torch.eye(min(dim, seq_k - j), dim, device="cuda", dtype=dtype)
+        out = gk.flash_attn(q, k, v, **rules, dropout_p=p, dropout_seed=seed)
+        seen = torch.cat([seen, out.cpu() != 0], -1)
+    assert torch.equal(seen[..., :seq_k], kept) and not seen[..., seq_k:].any()
+    # the first of the two query heads that share a kv head
+    v = torch.zeros_like(k).requires_grad_()
+    out = gk.flash_attn(q, k, v, **rules, dropout_p=p, dropout_seed=seed)
+    for i in range(0, seq_q, dim):
+        grad = torch.zeros_like(out)
+        grad[:, ::2, i : i + dim] = torch.eye(min(dim, seq_q - i), dim, device="cuda", dtype=dtype)
+        dv = torch.autograd.grad(out, v, grad, retain_graph=True)[0].cpu() != 0
+        n = min(dim, seq_q - i)
+        assert torch.equal(dv[..., :n].transpose(-1, -2), kept[:, ::2, i : i + n])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dim", (64, 128))
+@pytest.mark.parametrize("dtype", (BF16, F16), ids=str)
+def test_fifty_calls_give_the_same_bits(causal, dim, dtype):
+    """Of forward, and of dk and dv; dq is added up in any order. Each block takes several tiles."""
+    gen = generator("attn dropout fifty", causal, dim)
+    q = randn(gen, 4, 16, 1000, dim, dtype=dtype, device="cuda").requires_grad_()
+    k, v = (
+        randn(gen, 4, 4, 1000, dim, dtype=dtype, device="cuda").requires_grad_() for _ in range(2)
+    )
+    given = dict(is_causal=causal, dropout_p=0.1, dropout_seed=seed_of(1, dim, device="cuda"))
+    out = gk.flash_attn(q, k, v, **given)
+    grad = randn(gen, *out.shape, dtype=dtype, device="cuda")
+    grads = torch.autograd.grad(out, (k, v), grad, retain_graph=True)
+    for _ in range(50):
+        assert same_bits(gk.flash_attn(q, k, v, **given), out)
+        again = torch.autograd.grad(out, (k, v), grad, retain_graph=True)
+        assert same_bits(again[0], grads[0]) and same_bits(again[1], grads[1])

@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and flash_attn_bwd_partial_sm90a,
- * which owns 64 of the block's 128 keys. flash_attn_bwd_sm90a.cu describes its steps. */
+/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and of the kernels that share its
+ * steps, which owns 64 of the block's 128 keys. flash_attn_bwd_sm90a.cu describes its steps. */
 #ifndef GPUKERN_CUDA_BWD_KEYS_CUH
 #define GPUKERN_CUDA_BWD_KEYS_CUH
 
 #include "bwd_consumer.cuh"
 
 namespace {
+
+/* The dropout of the tile's kernel: bwd_drop.cuh. */
+template <class Tile> struct DropOf {
+    static constexpr bool ON = false;
+};
 
 template <class T, class Tile_, bool MODIFIED, bool ORDERED_>
 struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
@@ -15,7 +20,7 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
     static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
-    static constexpr bool BIAS = ScoresOf<Tile>::BIAS;
+    static constexpr bool BIAS = ScoresOf<Tile>::BIAS, DROP = DropOf<Tile>::ON;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V,
                          N = BQ / 8;
     float dk[D / 2], dv[DV / 2];
@@ -61,6 +66,9 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
         if (steps > 0) ring.wait_full(0);
         const smem_addr tiles_s = smem_s + S::TILES;
         uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0); /* tile, edge */
+        DropOf<Tile> dropout;
+        if constexpr (DROP)
+            if (steps > 0) dropout.draw(x, w, tiles_s, now.x, warpgroup);
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const smem_addr q_s = smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes;
@@ -111,6 +119,8 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
                 modified_gradients<T>(s, dp, p, ds, stats_s, stats_s + BQ * 4, score, w.seq,
                                       own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
+            } else if constexpr (DROP) {
+                dropout.template gradients<T>(s, dp, p, ds, stats_s + BQ * 4, x.drop.factor);
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
                 if constexpr (BIAS) {
@@ -169,6 +179,11 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             const uint64_t to = own_dq<Tile>(g, now.x, block);
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             if (ORDERED) pass_turn<Tile>(smem_s);
+            if constexpr (DROP) { /* of the next step, under dK */
+                dropout.draw(x, w, tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf), then.x,
+                             warpgroup);
+                mbarrier_wait(smem_s + S::KV_FULL, 0); /* ends a basic block, as above */
+            }
             wgmma_wait_group<0>();
             wgmma_pin(dv);
             wgmma_pin(dk);

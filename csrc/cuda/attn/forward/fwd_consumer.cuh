@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a. In
  * flash_attn_fwd_masked_sm90a and flash_attn_fwd_masked_wide_sm90a it also reads mask words (MASK)
- * and a bias (BIAS) from shared memory.
+ * and a bias (BIAS) from shared memory. In flash_attn_fwd_drop_sm90a it drops weights (DROP).
  *
  * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
  * weights P = 2^(S - m) and O += P V. S, P and O stay in registers. The row reference m changes
@@ -17,6 +17,11 @@
 #include "fwd_masked.cuh"
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
+
+/* The dropout of the tile's kernel: fwd_drop.cuh. */
+template <class Tile> struct DropOf {
+    static constexpr bool ON = false;
+};
 
 template <class T, class Tile, bool MODIFIED> struct Consumer {
     typedef Smem<Tile> S;
@@ -40,6 +45,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
     static_assert(!MASK || SPLIT, "other_blocks ends a run of whole blocks at a partial one");
     static_assert(!BIAS || !LEADS, "pass() would leave the bias of a block in its ring");
+    static constexpr bool DROP = DropOf<Tile>::ON;
+    static_assert(!DROP || !OVERLAP, "weights are dropped as soon as they are packed");
     typedef typename ParamsOf<Tile>::type Params;
 
     const Params &x;
@@ -51,6 +58,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     uint32_t p[N * 2];             /* weights in 16 bits, the A operand of P V */
     bool ready;                    /* s already holds the scores of the tile's first key block */
     int words_taken, biases_taken; /* MASK; BIAS: stages of their rings that were read so far */
+    DropOf<Tile> dropout;
 
     __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
@@ -491,6 +499,13 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!AHEAD && j == at.end - 1) release_q(smem_s + S::Q_RING + 8 * Tile::Q_BUFFERS);
     }
 
+    /* Draws the bits of a key block while its products run. The barrier ends the basic block as in
+     * take_block, or ptxas would draw after the wait for the products. */
+    __device__ __forceinline__ void draw(const FwdTile &t, int block) {
+        dropout.draw(x, t, block);
+        mbarrier_wait(smem_s + S::OVER, 0);
+    }
+
     /* S and weights of the tile's first key block, which set m. */
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
@@ -508,6 +523,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup, lift_at(step),
                                   smem_s + S::ONES_AT);
             turn_end<Tile>(warpgroup);
+            if constexpr (DROP) draw(t, block);
             wgmma_wait_group<0>();
             scores_over(at, at.from);
         }
@@ -540,6 +556,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         softmax.total[0] = sum[0];
         softmax.total[1] = sum[1];
         if (!PACK_LATE) softmax.pack(w, p);
+        if constexpr (DROP) dropout.drop(p);
         /* by now the previous tile's store has had a whole step to read Q */
         if (AHEAD) release_q(at.q_empty);
         if (MODIFIED && t.incomplete > 0 && block == t.keys.tiles - 1) {
@@ -575,6 +592,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!MODIFIED && edge) columns = columns_of(t, block);
         if (MODIFIED) begin_weights(t, block, edge);
         if constexpr (BIAS) bias_addends(softmax.m, edge, columns);
+        if constexpr (DROP) draw(t, block);
         wgmma_wait_group<OVERLAP>();
         scores_over(at, j);
         if (!OVERLAP) {
@@ -594,6 +612,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 softmax.weights(s, x.units.unit_log2, w, sum);
         }
         if (!OVERLAP) softmax.pack(w, p);
+        if constexpr (DROP) dropout.drop(p);
         const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
         if (OVERLAP) {
             /* This barrier completed its only phase at the start, so the wait never blocks. Its
@@ -617,6 +636,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         else
             softmax.redo(s, x.units.unit_log2, w, sum, factor);
         if (!OVERLAP && !BIAS) softmax.pack(w, p);
+        if constexpr (DROP) dropout.drop(p);
 #pragma unroll
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
     }
@@ -696,6 +716,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(o);
         release(v.empty(last));
+        if constexpr (DROP) dropout.scale(x, softmax.total, o);
     }
 
     /* Marks the tile if its result holds a NaN or inf (fwd_mend.cuh): V of a hidden key may hold

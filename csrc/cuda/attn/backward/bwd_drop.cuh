@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* bwd_drop.cuh: the dropout of flash_attn_bwd_drop_sm90a. A consumer warp draws the bits of the
+ * next step's pairs while dK's product runs, when S and dP need no registers (../drop_pairs.cuh).
+ */
+#ifndef GPUKERN_CUDA_BWD_DROP_CUH
+#define GPUKERN_CUDA_BWD_DROP_CUH
+
+#include "../../ptx/opaque.cuh"
+#include "../drop_pairs.cuh"
+#include "bwd_keys.cuh"
+
+struct BwdDropParams : BwdHopperParams {
+    Dropout drop;
+    Divisor by_row_tiles; /* tiles of rows of a head */
+};
+
+/* A tile of flash_attn_bwd_drop_sm90a. */
+template <class Base> struct BwdDrop : Base {};
+
+namespace {
+
+template <class Base> struct DropOf<BwdDrop<Base>> {
+    typedef BwdDrop<Base> Tile;
+    static constexpr bool ON = true;
+    DropPairs kept;
+
+    /* Draws the bits of a step. at_s: the step's BwdTileOf; tile: its first member. The seed is
+     * read again, because the loop has no registers for it. */
+    __device__ __forceinline__ void draw(const BwdDropParams &x, const BwdWork &w, smem_addr at_s,
+                                         uint32_t tile, int warpgroup) {
+        const Problem &p = x.g.p;
+        const int i0 = (int)ld_shared_32(at_s + 8), head = (int)x.by_row_tiles.into(tile);
+        const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
+        kept.template draw_keys<(Tile::BQ + 31) / 32>(seed, x.drop.most,
+                                                      drop_row0(p, w.b, head, w.seq.q0 + i0),
+                                                      p.lse.row, own_key(w, 64 * warpgroup) / 8);
+        opaque(kept.word[0]);
+        opaque(kept.word[1]);
+    }
+
+    /* `gradients` with dropout: P of pairs that are dropped becomes 0, and so does their dP, whose
+     * factor is 1 / (1 - p). */
+    template <class T, int M>
+    __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
+                                              uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],
+                                              smem_addr delta_s, float factor) const {
+#pragma unroll
+        for (int n = 0; n < M / 4; ++n) {
+            const uint2 delta = ld_shared_64(delta_s + n * 32);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = 4 * n + 2 * r;
+                float grad[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    grad[e] = fmaf(__uint_as_float(__float_as_uint(dp[i + e]) & kept.one(n, r, e)),
+                                   factor, -__uint_as_float(e ? delta.y : delta.x));
+                p[2 * n + r] = pack2<T>(s[i], s[i + 1]) & kept.two(n, r);
+                ds[2 * n + r] = pack2<T>(s[i] * grad[0], s[i + 1] * grad[1]);
+            }
+        }
+    }
+};
+
+} // namespace
+
+#endif

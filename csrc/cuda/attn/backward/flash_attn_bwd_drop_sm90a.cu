@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* flash_attn_bwd_drop_sm90a: the gradients of attention with dropout on Hopper's tensor cores,
+ * 16-bit, dense and packed, head_dim up to 128. The steps, the tasks and the workspace are those of
+ * flash_attn_bwd_sm90a, with
+ *
+ *  dS^T = P^T (Z^T dP^T / (1 - p) - delta)   dV = Z^T P^T dO / (1 - p)
+ *
+ * Z is 1 for pairs that are kept and 0 for others (csrc/formats/attn_dropout.h). A consumer warp
+ * draws the bits again in registers (bwd_drop.cuh). A step has 64 rows, as with softcap, because
+ * the bits need registers.
+ *
+ * Not handled, served by flash_attn_bwd_drop_sm80: softcap, ALiBi, head_dim above 128,
+ * deterministic calls, strides and offsets that TMA cannot describe. */
+#include "bwd_drop.cuh"
+
+namespace {
+
+/* ---- 1. the consumer ------------------------------------------------------------------------- */
+template <class T, class Tile_> struct BwdDropConsumer : BwdConsumer<T, Tile_, false, false> {
+    typedef Tile_ Tile;
+    typedef BwdDropParams Params;
+    typedef BwdSmem<Tile> S;
+
+    __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
+                                          int warpgroup) const {
+        store_rows<T, typename S::K>(x.g.dk, w, smem_s + S::K_AT, this->dk, x.g.scale,
+                                     x.g.p.head_dim, 64 * warpgroup);
+        store_rows<T, typename S::V>(x.g.dv, w, smem_s + S::V_AT, this->dv, x.drop.factor,
+                                     x.g.p.head_dim_v, 64 * warpgroup);
+    }
+};
+
+/* ---- 2. launcher ----------------------------------------------------------------------------- */
+template <class T, class Tile>
+gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    typedef BwdDropConsumer<T, Tile> Consumer;
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    BwdDropParams x = {};
+    gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
+    x.drop = dropout_of(&a->fwd);
+    x.by_row_tiles = divisor_of((uint32_t)gk_max_i64(x.g.row_tiles, 1));
+    const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
+    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, false);
+    if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, x.rows_done, cleared);
+    if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
+    if (status == GK_OK)
+        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
+            OP, ctx, dim3((unsigned)plan->tasks), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
+    if (status != GK_OK) return status;
+    if (alone) return x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : GK_OK;
+    const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
+    return launch<flash_attn_bwd_round_kernel<T, Tile, T>>(OP, ctx, grid, BWD_PRE_THREADS,
+                                                           Tile::BQ * Tile::HEAD_DIM * 2, x.g);
+}
+
+/* ---- 3. table -------------------------------------------------------------------------------- */
+#define ROW(name, T, dtype, TILE)                                           \
+    {name,                                                                  \
+     dtype,                                                                 \
+     plan<TILE>,                                                            \
+     run_drop<T, TILE>,                                                     \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+     NULL}
+#define ROWS(label, TILE)                                                       \
+    ROW("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        ROW("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
+
+typedef BwdDrop<BwdHopper64Score> Drop64;
+typedef BwdDrop<BwdHopper128Score> Drop128;
+
+const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d128", Drop128)};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_flash_attn_bwd_drop_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* drop_pairs.cuh: the dropout of a block of scores in the order of Hopper's accumulators.
+ * csrc/formats/attn_dropout.h defines which probabilities are kept.
+ *
+ * A lane's pairs: accumulator 4 n + 2 r + e, packed as half e of word 2 n + r. In the forward
+ * kernel r counts rows 8 apart, and n and e count keys: 8 n + e. In the backward kernel, whose
+ * scores are transposed, r counts keys 8 apart, and n and e count rows. With n = 4 i + j, the bit
+ * of a pair is bit 7 - (4 r + i) of byte j of word e. A shift by 4 r + i moves it to the sign of
+ * its byte, and `prmt` makes a mask of 16 or 32 bits of it.
+ *
+ * Each lane draws for keys of other lanes, too: a call of Philox gives eight keys of a row. A lane
+ * sorts the bits of its calls by the lane that needs them, a byte for each. Shuffles then transpose
+ * bytes among the lanes: 4 x 4 among a quad, and 8 x 8 among the lanes of the eight quads. */
+#ifndef GPUKERN_CUDA_DROP_PAIRS_CUH
+#define GPUKERN_CUDA_DROP_PAIRS_CUH
+
+#include "../ptx/laneid.cuh"
+#include "../ptx/regs.cuh"
+#include "drop.cuh"
+
+/* Replaces counters by their words. The calls are independent, which hides the latency of the
+ * products, and share the round keys. */
+template <int CALLS>
+__device__ __forceinline__ void philox_calls(const PhiloxSeed &s, uint4 (&c)[CALLS]) {
+    uint32_t k0 = (uint32_t)s.seed, k1 = (uint32_t)(s.seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+#pragma unroll
+        for (int i = 0; i < CALLS; ++i) {
+            const uint64_t a = (uint64_t)GK_PHILOX_A * c[i].x, b = (uint64_t)GK_PHILOX_B * c[i].z;
+            c[i] = make_uint4((uint32_t)(b >> 32) ^ c[i].y ^ k0, (uint32_t)b,
+                              (uint32_t)(a >> 32) ^ c[i].w ^ k1, (uint32_t)a);
+        }
+        k0 += GK_PHILOX_KEY_A;
+        k1 += GK_PHILOX_KEY_B;
+    }
+}
+
+/* Transposes 4 x 4 bytes: byte j of lane i becomes byte i of lane j, for the lanes i STRIDE apart.
+ */
+template <int STRIDE> __device__ __forceinline__ uint32_t transpose_bytes(uint32_t x) {
+    const int lane = laneid() / STRIDE;
+    x = prmt(x, __shfl_xor_sync(0xffffffffu, x, 2 * STRIDE), lane & 2 ? 0x3276 : 0x5410);
+    return prmt(x, __shfl_xor_sync(0xffffffffu, x, STRIDE), lane & 1 ? 0x3715 : 0x6240);
+}
+
+struct DropPairs {
+    uint32_t word[2];
+
+    static __device__ __forceinline__ uint4 counter(const PhiloxSeed &s, int64_t row, int group) {
+        return make_uint4(gk_attn_counter_low(row, (uint32_t)group), gk_attn_counter_high(row),
+                          (uint32_t)s.offset, (uint32_t)(s.offset >> 32));
+    }
+
+    /* Draws for a warp's 16 rows x 32 CALLS keys. row: the row number of the lane's first row;
+     * row_step: the distance of consecutive rows; group: the first key / 8. */
+    template <int CALLS>
+    __device__ __forceinline__ void draw_rows(const PhiloxSeed &s, uint32_t most, int64_t row,
+                                              int64_t row_step, int group) {
+        const uint32_t last = most >> 16 | (most & 0xffff0000u);
+        word[0] = word[1] = 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            uint4 c[CALLS];
+#pragma unroll
+            for (int i = 0; i < CALLS; ++i)
+                c[i] = counter(s, row + 8 * r * row_step, group + 4 * i + laneid() % 4);
+            philox_calls(s, c);
+#pragma unroll
+            for (int i = 0; i < CALLS; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) { /* the keys of lane w of the quad */
+                    bool kept[2];
+                    __vibmin_u16x2(philox_word(c[i], w), last, kept + 1, kept);
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (kept[e]) word[e] |= 1u << (8 * w + 7 - (4 * r + i));
+                }
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) word[e] = transpose_bytes<1>(word[e]);
+    }
+
+    /* Draws for a warp's 16 keys x 32 CALLS rows. row: the number of the first row; group: the
+     * warp's first key / 8. */
+    template <int CALLS>
+    __device__ __forceinline__ void draw_keys(const PhiloxSeed &s, uint32_t most, int64_t row,
+                                              int64_t row_step, int group) {
+        const uint32_t last = most >> 16 | (most & 0xffff0000u);
+        /* lane 4 k + q draws rows 8 n + 2 q + k / 4, n = 4 i + k % 4 */
+        const int lane = laneid(), own = 8 * (lane / 4 % 4) + 2 * (lane % 4) + lane / 16;
+        uint32_t to[2] = {0, 0}; /* for the lanes 4 k + q with k < 4, and the others */
+#pragma unroll
+        for (int i = 0; i < CALLS; ++i) {
+            uint4 c[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                c[r] = counter(s, row + (32 * i + own) * row_step, group + r);
+            philox_calls(s, c);
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    bool kept[2];
+                    __vibmin_u16x2(philox_word(c[r], w), last, kept + 1, kept);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) /* key 2 w + h */
+                        if (kept[h]) to[w / 2] |= 1u << (8 * (w % 2 * 2 + h) + 7 - (4 * r + i));
+                }
+        }
+        const bool low = lane < 16;
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, low ? to[1] : to[0], 16);
+        word[0] = transpose_bytes<4>(low ? to[0] : got);
+        word[1] = transpose_bytes<4>(low ? got : to[1]);
+    }
+
+    /* The masks of the two pairs of word 2 n + r, 16 bits each, and of one pair, 32 bits. */
+    __device__ __forceinline__ uint32_t two(int n, int r) const {
+        const int shift = 4 * r + n / 4, j = n % 4;
+        return prmt(word[0] << shift, word[1] << shift, 0x8888 | j * 0x11 | (4 + j) * 0x1100);
+    }
+    __device__ __forceinline__ uint32_t one(int n, int r, int e) const {
+        return prmt(word[e] << (4 * r + n / 4), 0, 0x8888 | n % 4 * 0x1111);
+    }
+    /* Zeroes the packed pairs that are not kept. */
+    template <int M> __device__ __forceinline__ void drop(uint32_t (&p)[M]) const {
+#pragma unroll
+        for (int i = 0; i < M; ++i) p[i] &= two(i / 2, i % 2);
+    }
+};
+
+#endif

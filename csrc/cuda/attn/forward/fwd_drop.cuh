@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fwd_drop.cuh: the dropout of flash_attn_fwd_drop_sm90a. A consumer warp draws the bits of a block
+ * of keys while its products run (../drop_pairs.cuh), zeroes the packed weights that are not kept,
+ * and multiplies O by 1 / (1 - p) at the end of a tile. The sum of a row counts all weights. */
+#ifndef GPUKERN_CUDA_FWD_DROP_CUH
+#define GPUKERN_CUDA_FWD_DROP_CUH
+
+#include "../../ptx/opaque.cuh"
+#include "../drop_pairs.cuh"
+#include "../tiles.h"
+#include "fwd_consumer.cuh"
+
+struct FwdDropParams : FwdHopperParams {
+    Dropout drop;
+};
+
+/* A tile of flash_attn_fwd_drop_sm90a. The weights of a block do not overlap P V: its registers
+ * serve Philox. */
+template <class Base> struct FwdDrop : Base {
+    static constexpr bool OVERLAP = false;
+};
+template <class Base> struct ParamsOf<FwdDrop<Base>, false> {
+    typedef FwdDropParams type;
+};
+/* A tile begins at a multiple of eight keys, which share a call of Philox. */
+constexpr int FWD_DROP_BOX_LOG2 = 3;
+template <class Base> struct InBoxes<FwdDrop<Base>> {
+    static constexpr bool value = true;
+};
+
+template <class Base> struct DropOf<FwdDrop<Base>> {
+    typedef FwdDrop<Base> Tile;
+    static constexpr bool ON = true;
+    DropPairs kept;
+
+    /* Draws the bits of a key block for the lane's two rows. The seed is read again for every
+     * block, because the loop has no registers for it. */
+    __device__ __forceinline__ void draw(const FwdDropParams &x, const FwdTile &t, int block) {
+        const Problem &p = x.fwd.problem;
+        const int64_t row = drop_row0(p, t.work.b, t.work.head, t.seq.q0 + t.work.i0 + own_row());
+        const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
+        kept.template draw_rows<Tile::BKV / 32>(seed, x.drop.most, row, p.lse.row,
+                                                (t.keys.lo + block * Tile::BKV) / 8);
+        opaque(kept.word[0]);
+        opaque(kept.word[1]);
+    }
+    __device__ __forceinline__ void drop(uint32_t (&p)[Tile::BKV / 4]) const { kept.drop(p); }
+
+    /* A row with a NaN among its scores stays NaN, also if the NaN is dropped. */
+    template <int M>
+    static __device__ __forceinline__ void scale(const FwdDropParams &x, const float (&total)[2],
+                                                 float (&o)[M]) {
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factor[r] = fmaf(quad_sum(total[r]), 0.f, x.drop.factor);
+#pragma unroll
+        for (int i = 0; i < M; ++i) o[i] *= factor[i / 2 & 1];
+    }
+};
+
+#endif
