@@ -39,32 +39,46 @@ __device__ __forceinline__ void philox_calls(const PhiloxSeed &s, uint4 (&c)[CAL
 /* Transposes 4 x 4 bytes: byte j of lane i becomes byte i of lane j, for the lanes i STRIDE apart.
  */
 template <int STRIDE> __device__ __forceinline__ uint32_t transpose_bytes(uint32_t x) {
-    const int lane = laneid() / STRIDE;
+    const uint32_t lane = (uint32_t)laneid() / STRIDE;
     x = prmt(x, __shfl_xor_sync(0xffffffffu, x, 2 * STRIDE), lane & 2 ? 0x3276 : 0x5410);
     return prmt(x, __shfl_xor_sync(0xffffffffu, x, STRIDE), lane & 1 ? 0x3715 : 0x6240);
+}
+
+/* drop_row0 in 32 bits. */
+__device__ __forceinline__ uint32_t drop_row(const Problem &p, int b, int head, int q0) {
+    return (uint32_t)b * (uint32_t)p.lse.batch + (uint32_t)head * (uint32_t)p.lse.head +
+           (uint32_t)q0 * (uint32_t)p.lse.row;
+}
+/* True if all numbers of rows are below 2^31. */
+inline bool drop_rows_fit(const gk_flash_attn_args *a) {
+    int64_t rows = 1;
+    for (int d = 0; d < a->q.ndim - 1; ++d) rows *= a->q.shape[d];
+    return rows <= INT32_MAX;
 }
 
 struct DropPairs {
     uint32_t word[2];
 
-    static __device__ __forceinline__ uint4 counter(const PhiloxSeed &s, int64_t row, int group) {
-        return make_uint4(gk_attn_counter_low(row, (uint32_t)group), gk_attn_counter_high(row),
+    static __device__ __forceinline__ uint4 counter(const PhiloxSeed &s, uint32_t row,
+                                                    uint32_t group) {
+        return make_uint4(gk_attn_counter_low(row, group), gk_attn_counter_high(row),
                           (uint32_t)s.offset, (uint32_t)(s.offset >> 32));
     }
 
     /* Draws for a warp's 16 rows x 32 CALLS keys. row: the row number of the lane's first row;
      * row_step: the distance of consecutive rows; group: the first key / 8. */
     template <int CALLS>
-    __device__ __forceinline__ void draw_rows(const PhiloxSeed &s, uint32_t most, int64_t row,
-                                              int64_t row_step, int group) {
+    __device__ __forceinline__ void draw_rows(const PhiloxSeed &s, uint32_t most, uint32_t row,
+                                              uint32_t row_step, uint32_t group) {
         const uint32_t last = most >> 16 | (most & 0xffff0000u);
         word[0] = word[1] = 0;
+        group += (uint32_t)laneid() % 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             uint4 c[CALLS];
 #pragma unroll
             for (int i = 0; i < CALLS; ++i)
-                c[i] = counter(s, row + 8 * r * row_step, group + 4 * i + laneid() % 4);
+                c[i] = counter(s, row + 8 * r * row_step, group + 4 * i);
             philox_calls(s, c);
 #pragma unroll
             for (int i = 0; i < CALLS; ++i)
@@ -84,18 +98,18 @@ struct DropPairs {
     /* Draws for a warp's 16 keys x 32 CALLS rows. row: the number of the first row; group: the
      * warp's first key / 8. */
     template <int CALLS>
-    __device__ __forceinline__ void draw_keys(const PhiloxSeed &s, uint32_t most, int64_t row,
-                                              int64_t row_step, int group) {
+    __device__ __forceinline__ void draw_keys(const PhiloxSeed &s, uint32_t most, uint32_t row,
+                                              uint32_t row_step, uint32_t group) {
         const uint32_t last = most >> 16 | (most & 0xffff0000u);
         /* lane 4 k + q draws rows 8 n + 2 q + k / 4, n = 4 i + k % 4 */
-        const int lane = laneid(), own = 8 * (lane / 4 % 4) + 2 * (lane % 4) + lane / 16;
+        const uint32_t lane = (uint32_t)laneid();
+        row += (8 * (lane / 4 % 4) + 2 * (lane % 4) + lane / 16) * row_step;
         uint32_t to[2] = {0, 0}; /* for the lanes 4 k + q with k < 4, and the others */
 #pragma unroll
         for (int i = 0; i < CALLS; ++i) {
             uint4 c[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                c[r] = counter(s, row + (32 * i + own) * row_step, group + r);
+            for (int r = 0; r < 2; ++r) c[r] = counter(s, row + 32 * i * row_step, group + r);
             philox_calls(s, c);
 #pragma unroll
             for (int r = 0; r < 2; ++r)

@@ -16,6 +16,15 @@ struct BwdDropParams : BwdHopperParams {
 
 /* A tile of flash_attn_bwd_drop_sm90a. */
 template <class Base> struct BwdDrop : Base {};
+/* 96 rows, which are 12 groups of 8: a lane draws for 4 of them at a time. 128 rows spilled 92
+ * bytes. */
+struct BwdDropHopper64 : BwdHopper64 {
+    static constexpr int BQ = 96, DV_FIRST = 48;
+};
+/* 64 rows of dV before dQ spilled */
+struct BwdDropHopper128 : BwdHopper128 {
+    static constexpr int DV_FIRST = 48;
+};
 
 namespace {
 
@@ -31,9 +40,9 @@ template <class Base> struct DropOf<BwdDrop<Base>> {
         const Problem &p = x.g.p;
         const int i0 = (int)ld_shared_32(at_s + 8), head = (int)x.by_row_tiles.into(tile);
         const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
-        kept.template draw_keys<(Tile::BQ + 31) / 32>(seed, x.drop.most,
-                                                      drop_row0(p, w.b, head, w.seq.q0 + i0),
-                                                      p.lse.row, own_key(w, 64 * warpgroup) / 8);
+        kept.template draw_keys<(Tile::BQ + 31) / 32>(
+            seed, x.drop.most, drop_row(p, w.b, head, w.seq.q0 + i0), (uint32_t)p.lse.row,
+            (uint32_t)own_key(w, 64 * warpgroup) / 8);
         opaque(kept.word[0]);
         opaque(kept.word[1]);
     }

@@ -6,11 +6,10 @@
  *  dS^T = P^T (Z^T dP^T / (1 - p) - delta)   dV = Z^T P^T dO / (1 - p)
  *
  * Z is 1 for pairs that are kept and 0 for others (csrc/formats/attn_dropout.h). A consumer warp
- * draws the bits again in registers (bwd_drop.cuh). A step has 64 rows, as with softcap, because
- * the bits need registers.
+ * draws the bits again in registers, one step ahead, while dK's product runs (bwd_drop.cuh).
  *
  * Not handled, served by flash_attn_bwd_drop_sm80: softcap, ALiBi, head_dim above 128,
- * deterministic calls, strides and offsets that TMA cannot describe. */
+ * deterministic calls, 2^31 rows, strides and offsets that TMA cannot describe. */
 #include "bwd_drop.cuh"
 
 namespace {
@@ -31,6 +30,12 @@ template <class T, class Tile_> struct BwdDropConsumer : BwdConsumer<T, Tile_, f
 };
 
 /* ---- 2. launcher ----------------------------------------------------------------------------- */
+template <class Tile>
+bool plan_drop(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+    return drop_rows_fit(&((const gk_flash_attn_bwd_args *)args)->fwd) &&
+           plan<Tile>(row, ctx, args, to);
+}
+
 template <class T, class Tile>
 gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     typedef BwdDropConsumer<T, Tile> Consumer;
@@ -57,7 +62,7 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
 #define ROW(name, T, dtype, TILE)                                           \
     {name,                                                                  \
      dtype,                                                                 \
-     plan<TILE>,                                                            \
+     plan_drop<TILE>,                                                       \
      run_drop<T, TILE>,                                                     \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
@@ -65,10 +70,12 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
     ROW("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
         ROW("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
 
-typedef BwdDrop<BwdHopper64Score> Drop64;
-typedef BwdDrop<BwdHopper128Score> Drop128;
+typedef BwdDrop<BwdDropHopper64> Drop64;
+typedef BwdDrop<BwdHopper96> Drop96;
+typedef BwdDrop<BwdDropHopper128> Drop128;
 
-const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d128", Drop128)};
+const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d96", Drop96),
+                                      ROWS("d128", Drop128)};
 
 } // namespace
 

@@ -9,7 +9,7 @@
  * Philox runs while the tensor cores work. Nothing is stored (fwd_drop.cuh).
  *
  * Not handled, served by flash_attn_fwd_drop_sm80: softcap, ALiBi, head_dim above 128, calls with
- * so few tiles that their keys are split, several heads in a tile, a float32 result. */
+ * so few tiles that their keys are split, several heads in a tile, a float32 result, 2^31 rows. */
 #include "fwd_drop.cuh"
 #include "fwd_kernel.cuh"
 
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 template <class Tile>
 bool plan_drop(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (fwd_by_parts(a) || !serves(row, ctx, a)) return false;
+    if (fwd_by_parts(a) || !drop_rows_fit(a) || !serves(row, ctx, a)) return false;
     FwdHopperParams &x = gk_own<FwdHopperParams>(to) = fwd_hopper_params<Tile>(ctx, a);
     if (x.fwd.splits > 1 || x.tile_heads > 1) return false;
     x.box_log2 = FWD_DROP_BOX_LOG2;
@@ -84,9 +84,11 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
         ROW("flash_attn_fwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
 
 typedef FwdDrop<FwdHopper64Short> Drop64;
+typedef FwdDrop<FwdHopper96> Drop96;
 typedef FwdDrop<FwdHopper128> Drop128;
 
-const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d128", Drop128)};
+const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d96", Drop96),
+                                      ROWS("d128", Drop128)};
 
 } // namespace
 

@@ -37,10 +37,10 @@ template <class Base> struct DropOf<FwdDrop<Base>> {
      * block, because the loop has no registers for it. */
     __device__ __forceinline__ void draw(const FwdDropParams &x, const FwdTile &t, int block) {
         const Problem &p = x.fwd.problem;
-        const int64_t row = drop_row0(p, t.work.b, t.work.head, t.seq.q0 + t.work.i0 + own_row());
+        const uint32_t row = drop_row(p, t.work.b, t.work.head, t.seq.q0 + t.work.i0 + own_row());
         const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
-        kept.template draw_rows<Tile::BKV / 32>(seed, x.drop.most, row, p.lse.row,
-                                                (t.keys.lo + block * Tile::BKV) / 8);
+        kept.template draw_rows<Tile::BKV / 32>(seed, x.drop.most, row, (uint32_t)p.lse.row,
+                                                (uint32_t)(t.keys.lo + block * Tile::BKV) / 8);
         opaque(kept.word[0]);
         opaque(kept.word[1]);
     }
