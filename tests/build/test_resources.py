@@ -262,6 +262,11 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             steps = 3 if head_dim == 256 else 4
             assert int(row["HGMMA"]) == steps * ((head_dim + keys) // 16 + (masked[2] == "2")), name
             assert int(row["USETMAXREG"]) == 2, name
+        if dropped := re.search(r"fwd_drop_sm90a_kernel<\w+, FwdDrop<FwdHopper(\w+)> >", name):
+            # the first block's scores, a step with masks and one without, the last one's values
+            head_dim, _, keys = ATTENTION[dropped[1]]
+            assert int(row["HGMMA"]) == 3 * (head_dim + keys) // 16, name
+            assert int(row["USETMAXREG"]) == 2, name
         if codes := re.search(r"flash_attn_fp8_sm90a_kernel<Fp8Hopper(\w+), ", name):
             # the first block's scores, a step with masks and one without, the last one's values; 32
             # of k each; where scores are not kept, those of a block that is taken again

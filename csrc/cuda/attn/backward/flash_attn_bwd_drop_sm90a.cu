@@ -8,14 +8,15 @@
  * Z is 1 for pairs that are kept and 0 for others (csrc/formats/attn_dropout.h). A consumer warp
  * draws the bits again in registers, one step ahead, while dK's product runs (bwd_drop.cuh).
  *
- * Not handled, served by flash_attn_bwd_drop_sm80: softcap, ALiBi, head_dim above 128,
- * deterministic calls, 2^31 rows, strides and offsets that TMA cannot describe. */
+ * Not handled, served by flash_attn_bwd_drop_sm80: softcap, ALiBi, head_dim above 128, 2^31 rows,
+ * strides and offsets that TMA cannot describe. */
 #include "bwd_drop.cuh"
 
 namespace {
 
 /* ---- 1. the consumer ------------------------------------------------------------------------- */
-template <class T, class Tile_> struct BwdDropConsumer : BwdConsumer<T, Tile_, false, false> {
+template <class T, class Tile_, bool ORDERED>
+struct BwdDropConsumer : BwdConsumer<T, Tile_, false, ORDERED> {
     typedef Tile_ Tile;
     typedef BwdDropParams Params;
     typedef BwdSmem<Tile> S;
@@ -36,16 +37,16 @@ bool plan_drop(const gk_cuda_instance *row, const gk_context *ctx, const void *a
            plan<Tile>(row, ctx, args, to);
 }
 
-template <class T, class Tile>
+template <class T, class Tile, bool ORDERED>
 gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    typedef BwdDropConsumer<T, Tile> Consumer;
+    typedef BwdDropConsumer<T, Tile, ORDERED> Consumer;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     BwdDropParams x = {};
     gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
     x.drop = dropout_of(&a->fwd);
     x.by_row_tiles = divisor_of((uint32_t)gk_max_i64(x.g.row_tiles, 1));
     const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
-    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, false);
+    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, ORDERED);
     if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, x.rows_done, cleared);
     if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
     if (status == GK_OK)
@@ -59,23 +60,25 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
 }
 
 /* ---- 3. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE)                                           \
-    {name,                                                                  \
-     dtype,                                                                 \
-     plan_drop<TILE>,                                                       \
-     run_drop<T, TILE>,                                                     \
-     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+#define ROW(name, T, dtype, TILE, ORDERED)                                            \
+    {name,                                                                            \
+     dtype,                                                                           \
+     plan_drop<TILE>,                                                                 \
+     run_drop<T, TILE, ORDERED>,                                                      \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
-#define ROWS(label, TILE)                                                       \
-    ROW("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
-        ROW("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
+#define ROWS(label, TILE, ORDERED)                                                       \
+    ROW("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, ORDERED), \
+        ROW("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE, ORDERED)
 
 typedef BwdDrop<BwdDropHopper64> Drop64;
 typedef BwdDrop<BwdHopper96> Drop96;
 typedef BwdDrop<BwdDropHopper128> Drop128;
 
-const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d96", Drop96),
-                                      ROWS("d128", Drop128)};
+const gk_cuda_instance instances[] = {
+    ROWS("d64", Drop64, false),   ROWS("d64_ordered", Drop64, true),
+    ROWS("d96", Drop96, false),   ROWS("d96_ordered", Drop96, true),
+    ROWS("d128", Drop128, false), ROWS("d128_ordered", Drop128, true)};
 
 } // namespace
 
