@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash_attn beside F.scaled_dot_product_attention, forward and backward, full and causal.
 
-python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows
-d128 ...] [--device cpu|cuda] [--compiled some|all|none]
+python benchmarks/bench_flash_attn.py [--quick] [--only forward backward dropout call isa memory]
+[--rows d128 ...] [--device cpu|cuda] [--compiled some|all|none]
 
 On CUDA the peers are SDPA's flash, cuDNN and efficient backends. FlashAttention-3 (FA3),
 FlashAttention-4 (FA4) and FlashInfer join if they import. Compiled FlexAttention joins in the rows
 that --compiled selects. The compilation of a peer is not timed.
+
+Rows named dropout have dropout_p 0.1. Every contestant draws its own mask there, so no result is
+compared; tests/ops/test_attn_dropout.py compares ours.
 
 Rows named wide have head_dim 512 and 8 query heads a kv head, as Gemma's global layers. There the
 peers are SDPA's efficient and math backends, the first on repeated keys and values.
@@ -178,10 +181,10 @@ def memory_fact(run: Run) -> None:
     run.fact("memory", f"forward causal S{seq} d64", megabytes, "MB", shapes.MEMORY_BEYOND_TENSORS)
 
 
-def sdpa_on(backend: SDPBackend, causal: bool):
+def sdpa_on(backend: SDPBackend, causal: bool, dropout_p: float = 0.0):
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout_p)
 
     return run
 
@@ -407,6 +410,42 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
     )
 
 
+def dropout_case(seq: int, head_dim: int, causal: bool, backward: bool, device) -> Case:
+    """Forward, or backward with ours by the raw op and the peers through autograd."""
+    batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
+    ops, p = torch.ops.gpukern, 0.1
+    own = dict(is_causal=causal, dropout_p=p, dropout_seed=torch.tensor([1, 2], device=device))
+    others = {name: sdpa_on(backend, causal, p) for name, backend in CUDA_PEERS.items()}
+
+    def make():
+        q, k, v = make_qkv(batch, heads, seq, head_dim, torch.bfloat16, device)
+        if not backward:
+            return q, k, v
+        out, lse = ops.flash_attn_fwd(q, k, v, **own)
+        return q, k, v, torch.randn_like(out), out, lse
+
+    def forward(q, k, v):
+        return torch_gpukern.flash_attn(q, k, v, **own)
+
+    def gradients(q, k, v, grad, out, lse):
+        return ops.flash_attn_bwd(grad, q, k, v, out, lse, **own)[:3]
+
+    pairs = batch * heads * seq * seq * head_dim / (2 if causal else 1)
+    return Case(
+        group=f"dropout {'backward' if backward else 'forward'} {'causal' if causal else 'full'}",
+        label=f"d{head_dim} B{batch} S{seq}",
+        dtype="bf16",
+        make=make,
+        ours=gradients if backward else forward,
+        peers={n: through_autograd(f) for n, f in others.items()} if backward else others,
+        reference=None,
+        flops=(10.0 if backward else 4.0) * pairs,
+        bytes=(16.0 if backward else 8.0) * batch * heads * seq * head_dim,
+        live=list(others),
+        optional=list(others),
+    )
+
+
 def make_wide(batch: int, seq: int, device):
     """q [batch, 8, seq, 512], k and v [batch, 1, seq, 512]"""
     dim, (heads, heads_kv) = shapes.CUDA_ATTN_WIDE_DIM, shapes.CUDA_ATTN_WIDE_HEADS
@@ -478,6 +517,9 @@ def cuda(run: Run, device) -> None:
                     run.add(build(seq, head_dim, causal, run.args.compiled, device))
     for backward in (False, True):
         for causal in (False, True):
+            for head_dim in shapes.CUDA_ATTN_DROPOUT_DIMS:
+                for seq in shapes.CUDA_ATTN_DROPOUT_LENGTHS:
+                    run.add(dropout_case(seq, head_dim, causal, backward, device))
             for seq in shapes.CUDA_ATTN_WIDE_LENGTHS:
                 run.add(wide_case(seq, causal, backward, device))
     if run.wants("call host time"):

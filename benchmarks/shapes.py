@@ -111,12 +111,17 @@ CUDA_ATTN_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 CUDA_ATTN_HEAD_DIMS = (64, 128, 256)
 CUDA_ATTN_WIDE_DIM, CUDA_ATTN_WIDE_HEADS = 512, (8, 1)  # a global layer of Gemma 4
 CUDA_ATTN_WIDE_LENGTHS = (2048, 8192)
+CUDA_ATTN_DROPOUT_DIMS, CUDA_ATTN_DROPOUT_LENGTHS = (64, 128), (2048, 8192)
 CUDA_ATTN_COMPILED = ((128, 2048), (128, 8192))  # (head_dim, seq) of rows with peers that compile
 CUDA_ATTN_BARS = {
     "forward full": Bar(geomean=1.05, each=0.85),
     "forward causal": Bar(geomean=1.05, each=0.85),
     "backward full": Bar(geomean=1.05, each=0.85),
     "backward causal": Bar(geomean=1.05, each=0.85),
+    "dropout forward full": Bar(each=0.8),
+    "dropout forward causal": Bar(each=0.8),
+    "dropout backward full": Bar(each=0.8),
+    "dropout backward causal": Bar(each=0.8),
 }
 
 # bench_attn_masks.py: names of masks and biases, and lengths. FlexAttention compiles each row anew.
