@@ -596,7 +596,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward, bool scored) {
         f.dim = check_below(2) ? 512 : 8 * (33 + check_below(32));
         if (check_below(4)) f.dim_v = f.dim;
     }
-    if (scored && !backward && check_below(8) == 0) { /* flash_attn_fwd_masked_wide_sm90a */
+    if (scored && check_below(8) == 0) { /* flash_attn_fwd_masked_wide_sm90a, and its backward */
         f.dim = check_below(2) ? 192 : 8 * (17 + check_below(16));
         f.dim_v = check_below(2) ? f.dim : 128;
     }

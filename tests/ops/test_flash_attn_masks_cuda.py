@@ -271,41 +271,136 @@ def test_fifty_calls_give_the_same_bits(kind, dims, dtype):
     want = reference.flash_attn(*(x.detach()[:1].double() for x in (q, k, v)), **wide)
     near(out.detach()[:1], want.cpu(), dtype)
     # other gradients are added up in any order
-    if (
-        kind in mask
-        and not ("bias" in kind and max(dims) > 128)
-        or kind == "bias"
-        and dims[0] <= 128
-    ):
+    if kind in mask or kind == "bias" or max(dims) > 128:
+        inner = [k, v]
+        if kind == "bias" and max(dims) > 128:
+            # each element of it is of one pair
+            given["bias"] = draw((batch, heads, seq, seq), dtype, 9).cuda().requires_grad_()
+            inner.append(given["bias"])
+            out = gk.flash_attn(q, k, v, **given)
         grad = draw(tuple(out.shape), dtype, 5).cuda()
-        first = torch.autograd.grad(out, (k, v), grad, retain_graph=True)
+        first = torch.autograd.grad(out, inner, grad, retain_graph=True)
         for _ in range(50):
-            again = torch.autograd.grad(out, (k, v), grad, retain_graph=True)
+            again = torch.autograd.grad(out, inner, grad, retain_graph=True)
             assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def wide_biases(seq_q, seq_k, dtype):
+    """The biases of 2 sequences and 4 heads, by name, with keys that they hide."""
+    least = torch.finfo(dtype).min
+    shapes = {
+        "each": (2, 4, seq_q, seq_k),
+        "shared by sequences": (1, 4, seq_q, seq_k),
+        "shared by all": (1, 1, seq_q, seq_k),
+        "keys": (2, 1, 1, seq_k),
+        "keys of heads": (2, 4, 1, seq_k),
+    }
+    for seed, (name, shape) in enumerate(shapes.items(), 9):
+        bias = 2 * draw(shape, dtype, seed)
+        bias[..., ::5] = -math.inf
+        bias[..., 1::7] = least
+        yield name, {"bias": bias}
+    for heads in (1, 4):
+        distance = 2 * draw((heads, seq_q + seq_k - 1), F32, 20 + heads)
+        distance[:, ::11] = -math.inf
+        distance[:, 1::13] = torch.finfo(F32).min
+        yield f"distance, {heads} heads", {"distance_bias": distance}
+
+
+@pytest.mark.parametrize("lengths", [(300, 384), (257, 520), (128, 64), (70, 1000), (1, 72)])
+@pytest.mark.parametrize("dims", WIDE)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_of_biases_of_wide_heads(dims, lengths, dtype):
+    """Every form of a bias and its gradient, alone and beside causal, a window, sinks, softcap or a
+    mask, against float64. NaN in keys that no query sees; dk and dv have the same bits twice."""
+    seq_q, seq_k = lengths
+    leaves = {
+        "q": draw((2, 4, seq_q, dims[0]), dtype, 0),
+        "k": draw((2, 2, seq_k, dims[0]), dtype, 1),
+        "v": draw((2, 2, seq_k, dims[1]), dtype, 2) + 0.25,
+    }
+    grad = draw((2, 4, seq_q, dims[1]), dtype, 5).cuda()
+    sinks = {"sinks": draw((4,), F32, 7)}
+    end = 40 if seq_k > 100 else 8  # keys that no query sees
+    seen = torch.ones(seq_q, seq_k, dtype=torch.bool)
+    seen[:, -end:] = False
+    mask = bools(1, 4, seq_q, seq_k) & seen
+    rules = [
+        ({}, {"attn_mask": seen[None, None]}),
+        ({}, {}),
+        ({"is_causal": True, "diagonal": seq_k - seq_q - end}, {}),
+        ({"window_left": 90, "window_right": 20, **sinks}, {}),
+        ({"softcap": 4.0}, {}),
+        (sinks, {"attn_mask": mask}),
+    ]
+    i, j = torch.arange(seq_q)[:, None], torch.arange(seq_k)[None]
+    for name, given in wide_biases(seq_q, seq_k, dtype):
+        for rule, masked in rules:
+            if name.startswith("distance") and masked and rule:
+                continue
+            sees = masked.get("attn_mask", torch.ones(1, 1, seq_q, seq_k, dtype=torch.bool))
+            if "diagonal" in rule:
+                sees = sees & (j <= i + rule["diagonal"])
+            if "window_left" in rule:
+                sees = sees & (j >= i - 90) & (j <= i + 20)
+            least = torch.finfo(F32 if "distance_bias" in given else dtype).min
+            if "bias" in given:
+                sees = sees & (given["bias"] > least)
+            else:
+                sees = sees & (given["distance_bias"][:, (j - i + seq_q - 1)] > least)[None]
+            sees = sees.expand(2, 4, seq_q, seq_k)
+            keys = sees.unflatten(1, (2, 2)).any(3).any(2)[..., None].cuda()
+
+            def gradients(
+                attend, value, wide, given=given, rule=rule, masked=masked, keys=keys, least=least
+            ):
+                own = leaves | given | {n: x for n, x in rule.items() if n == "sinks"}
+                own = {n: x.cuda().double() if wide else x.cuda() for n, x in own.items()}
+                for n in ("k", "v"):
+                    own[n] = torch.where(keys, own[n], value)
+                for n in given if wide else ():
+                    own[n] = torch.where(own[n] <= least, -math.inf, own[n])
+                for x in own.values():
+                    x.requires_grad_()
+                hidden = {n: x.cuda() for n, x in masked.items()}
+                more = {n: x for n, x in rule.items() if n != "sinks"}
+                out = attend(**own, **more, **hidden)
+                grads = torch.autograd.grad(out, list(own.values()), grad.to(out.dtype))
+                return dict(zip(own, grads, strict=True))
+
+            got = gradients(gk.flash_attn, math.nan, False)
+            want = gradients(reference.flash_attn, 0.0, True)
+            limit = {BF16: 2e-2, F16: 8e-3}[dtype]
+            for n, y in want.items():
+                assert got[n].isfinite().all(), (name, rule, n)
+                error = (got[n].double() - y).norm()
+                assert error <= limit * max(y.norm(), 1e-2 * y.numel() ** 0.5), (name, rule, n)
+            if not rule:
+                again = gradients(gk.flash_attn, math.nan, False)
+                assert all(torch.equal(got[n], again[n]) for n in ("k", "v"))
 
 
 @pytest.mark.parametrize("dims", WIDE)
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_gradients_of_distances_of_wide_heads(dims, dtype):
-    leaves = {
-        "q": draw((2, 4, 300, dims[0]), dtype, 0),
-        "k": draw((2, 2, 384, dims[0]), dtype, 1),
-        "v": draw((2, 2, 384, dims[1]), dtype, 2),
-        "distance_bias": draw((4, 683), F32, 3),
-    }
-    grad = draw((2, 4, 300, dims[1]), dtype, 5).cuda()
-
-    def gradients(attend, wide):
-        own = {n: (x.cuda().double() if wide else x.cuda()) for n, x in leaves.items()}
-        for x in own.values():
-            x.requires_grad_()
-        out = attend(**own, is_causal=True, diagonal=84)
-        return torch.autograd.grad(out, own.values(), grad.to(out.dtype))
-
-    limit = {BF16: 2e-2, F16: 8e-3}[dtype]
-    pairs = zip(gradients(gk.flash_attn, False), gradients(reference.flash_attn, True), strict=True)
-    for name, (x, y) in zip(leaves, pairs, strict=True):
-        assert (x.double() - y).norm() <= limit * y.norm(), name
+def test_gradients_of_a_row_with_a_bias_stand_alone(dims, dtype):
+    """What other queries see changes neither the bits of a bias's gradient nor, in keys that they
+    do not see, those of dk and dv."""
+    q, k, v = (draw((1, 2, 384, d), dtype, i).cuda() for i, d in enumerate((dims[0], *dims)))
+    grad = draw((1, 2, 384, dims[1]), dtype, 8).cuda()
+    bias = draw((1, 2, 384, 384), dtype, 3).cuda()
+    sees = torch.ones(384, 384, dtype=torch.bool, device="cuda")
+    sees[1::2, 200:] = False
+    runs = []
+    for share in (0.5, 0.02):
+        sees[1::2, :200] = bools(192, 200, share=share).cuda()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
+        out = gk.flash_attn(*leaves[:3], bias=leaves[3], attn_mask=sees.clone())
+        runs.append(torch.autograd.grad(out, leaves, grad))
+    for i, (x, y) in enumerate(zip(*runs, strict=True)):
+        if i == 3:
+            assert torch.equal(x[:, :, ::2], y[:, :, ::2])
+        elif i > 0:
+            assert torch.equal(x[:, :, 200:], y[:, :, 200:])
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

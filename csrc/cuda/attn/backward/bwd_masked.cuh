@@ -9,6 +9,8 @@
 #include "bwd_consumer.cuh"
 #include "bwd_split.cuh"
 
+#include <float.h>
+
 namespace {
 
 struct BwdMaskedParams : BwdHopperParams {
@@ -26,10 +28,22 @@ struct BwdMaskedParams : BwdHopperParams {
      * accumulator order; and how many parts of each tile have stored theirs */
     float *sums;
     unsigned *stored;
+    /* pairs of blocks, which read the bias without TMA: strides in bytes, 0 where it broadcasts */
+    const char *bias_data;
+    int64_t bias_batch, bias_head, bias_row;
+    /* the float32 sums of its gradient (bwd_bias.cuh), NULL = none; strides in elements */
+    float *bias_sums;
+    int64_t sums_batch, sums_head, sums_row;
 };
 
 /* dK and dV of a block's part of a tile. */
 template <class Tile> constexpr int PART_FLOATS = Tile::BKV * (Tile::HEAD_DIM + Tile::HEAD_DIM_V);
+
+/* The bias of a head. */
+__device__ __forceinline__ const char *bias_of(const BwdMaskedParams &x, const BwdWork &w,
+                                               int head) {
+    return x.bias_data + w.b * x.bias_batch + head * x.bias_head;
+}
 
 /* ---- 1. lists -------------------------------------------------------------------------------- */
 __device__ __forceinline__ const int32_t *mask_of(const BwdMaskedParams &x, int b, int head) {
@@ -295,16 +309,51 @@ inline bool bias_fits(const gk_flash_attn_bwd_args *a, const gk_tensor &t, bool 
            t.shape[3] > 1 && t.stride[3] == 1 && tensor_map_fits(attn_shape(t));
 }
 
-template <class Tile> bool serves_masked(const gk_flash_attn_bwd_args *a) {
-    constexpr bool MASK = ScoresOf<Tile>::MASK, BIAS = ScoresOf<Tile>::BIAS;
+/* A bias [.., Sq, Sk] that TMA loads, and its gradient, which TMA stores. bwd_bias.cuh has the same
+ * functions for other biases. */
+template <class Tile> struct BwdBiasByTma {
+    static constexpr bool BIAS = ScoresOf<Tile>::BIAS;
+
+    static bool serves(const gk_flash_attn_bwd_args *a) {
+        const gk_attn_scores *scores = gk_scores_of_bwd(a);
+        if (!scores->bias != !BIAS || scores->distance_bias) return false;
+        if (BIAS && !bias_fits(a, *scores->bias, true)) return false;
+        return !gk_dbias_of(a) || bias_fits(a, *gk_dbias_of(a), false);
+    }
+    /* Bytes at the end of the workspace. */
+    static size_t bytes(const gk_flash_attn_bwd_args *) { return 0; }
+    /* Fills in the parameters. sums: those bytes. */
+    static gk_status prepare(const gk_context *, const gk_flash_attn_bwd_args *a,
+                             BwdMaskedParams &x, void *) {
+        typedef BwdSmem<Tile> S;
+        if (!BIAS) return GK_OK;
+        const gk_tensor &bias = *gk_scores_of_bwd(a)->bias, *dbias = gk_dbias_of(a);
+        x.bias_of_batch = bias.shape[0] > 1;
+        x.bias_of_head = bias.shape[1] > 1;
+        gk_status status = make_tensor_map(OP, attn_shape(bias), S::Scores::box(), &x.bias);
+        if (status == GK_OK && dbias)
+            status = make_tensor_map(OP, attn_shape(*dbias), S::Scores::box(), &x.dbias);
+        x.with_dbias = dbias != NULL;
+        return status;
+    }
+    /* Called between the two launches, and after the second. */
+    static gk_status between(const gk_context *, const gk_flash_attn_bwd_args *,
+                             const BwdMaskedParams &) {
+        return GK_OK;
+    }
+    static gk_status finish(const gk_context *, const gk_flash_attn_bwd_args *,
+                            const BwdMaskedParams &) {
+        return GK_OK;
+    }
+};
+
+template <class Tile, class Bias> bool serves_masked(const gk_flash_attn_bwd_args *a) {
+    constexpr bool MASK = ScoresOf<Tile>::MASK;
     const gk_attn_scores *scores = gk_scores_of_bwd(a);
     const gk_attn_rules &r = a->fwd.rules;
-    if (!scores || !scores->mask != !MASK || !scores->bias != !BIAS || scores->distance_bias)
-        return false;
+    if (!scores || !scores->mask != !MASK || !Bias::serves(a)) return false;
     if (a->deterministic || r.softcap > 0 || r.alibi_slopes || !(r.scale > 0)) return false;
     if (r.kv_start || r.kv_end || r.q_start || a->fwd.cu_seqlens_q) return false;
-    if (BIAS && !bias_fits(a, *scores->bias, true)) return false;
-    if (gk_dbias_of(a) && !bias_fits(a, *gk_dbias_of(a), false)) return false;
     if (!rows_aligned(a->fwd.out)) return false;
     return !MASK || (!r.is_causal && r.window_left < 0 && r.window_right < 0 &&
                      scores->mask->shape[2] ==
@@ -339,28 +388,30 @@ struct MaskedSpace {
     size_t cleared() const { return 2 * counters + sizeof(unsigned) + 2 * stored; }
 };
 
-template <class Tile>
+template <class Tile, class Bias = BwdBiasByTma<Tile>>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!serves_masked<Tile>(a) || !plan<Tile>(row, ctx, args, to)) return false;
+    if (!serves_masked<Tile, Bias>(a) || !plan<Tile>(row, ctx, args, to)) return false;
     const Bwd &g = gk_own<Bwd>(to);
     BwdGrid grid = grid_of<Tile>(ctx, a, g);
     if (grid.rows == 0) return false; /* no keys or no rows */
     const MaskedSpace space = MaskedSpace::of<Tile>(grid, g);
     to->workspace_bytes += space.bytes - space.counters;
+    if (Bias::bytes(a) > 0)
+        to->workspace_bytes =
+            (size_t)gk_round_up((int64_t)to->workspace_bytes, 256) + Bias::bytes(a);
     grid.keys += split_of<Tile>(g).more_tasks();
     to->tasks = (int64_t)grid.blocks() * BwdSmem<Tile>::BLOCKS;
     return true;
 }
 
-template <class T, class Consumer>
+template <class T, class Consumer, class Bias = BwdBiasByTma<typename Consumer::Tile>>
 gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *plan,
                      void *workspace) {
     typedef typename Consumer::Tile Tile;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     const gk_attn_scores *scores = gk_scores_of_bwd(a);
-    typedef BwdSmem<Tile> S;
     BwdMaskedParams x = {};
     gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
     if (ScoresOf<Tile>::MASK) {
@@ -372,15 +423,12 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
         x.at = gk_mask_layout_of(x.store, a->fwd.q.shape[2], a->fwd.k.shape[2], true);
     }
     if (ScoresOf<Tile>::BIAS) {
-        const gk_tensor &bias = *scores->bias, *dbias = gk_dbias_of(a);
-        x.least = bias.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
-        x.bias_of_batch = bias.shape[0] > 1;
-        x.bias_of_head = bias.shape[1] > 1;
-        x.with_dbias = dbias != NULL;
+        const bool of_f16 = scores->bias && scores->bias->dtype == GK_F16;
+        x.least = of_f16 ? -65504.f : scores->bias ? -0x1.fep127f : -FLT_MAX;
         if (status == GK_OK)
-            status = make_tensor_map(OP, attn_shape(bias), S::Scores::box(), &x.bias);
-        if (status == GK_OK && dbias)
-            status = make_tensor_map(OP, attn_shape(*dbias), S::Scores::box(), &x.dbias);
+            status = Bias::prepare(ctx, a, x,
+                                   (char *)workspace + plan->workspace_bytes - Bias::bytes(a));
+        const gk_tensor *dbias = x.with_dbias ? gk_dbias_of(a) : NULL;
         /* of the blocks that no step visits */
         const gk_attn_rules &r = a->fwd.rules;
         const bool partly =
@@ -403,6 +451,8 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
         x.rows_done += space.counters / sizeof(unsigned);
         x.keys_done += space.counters / sizeof(unsigned);
         x.stored += space.stored / sizeof(unsigned);
+        if (status == GK_OK)
+            status = pass == 0 ? Bias::between(ctx, a, x) : Bias::finish(ctx, a, x);
     }
     return status == GK_OK && x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : status;
 }

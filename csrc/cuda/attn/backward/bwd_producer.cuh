@@ -29,8 +29,11 @@ enum {
     BAR_OWN_DS = 4,  /* the same, warpgroup 1 waits */
     BAR_SENT_DS = 5, /* and 6, alternating by step; send_ds waits */
     /* every kernel */
-    BAR_ADDED = 7 /* both warpgroups have made their last additions; the warp that tells other
-                     blocks waits */
+    BAR_ADDED = 7, /* both warpgroups have made their last additions; the warp that tells other
+                      blocks waits */
+    /* wide kernel with a bias: the warp that sums its gradient (bwd_collects) has read dS. 8 and 9,
+     * alternating by step; warpgroup 1 waits. */
+    BAR_READ_DS = 8
 };
 
 /* ---- 1. parameters and shared memory --------------------------------------------------------- */
@@ -74,6 +77,11 @@ struct BwdTileOf {
     float slope; /* ALiBi slope, 0 = none; masked kernel: the bits of the query head's number */
 };
 
+/* True if a warp of the producer also reads dS of every step, to sum the gradient of a bias. */
+template <class Tile> constexpr bool bwd_collects = Tile::PAIR && ScoresOf<Tile>::BIAS;
+/* The threads that meet at BAR_SENT_DS. */
+template <class Tile> constexpr int BWD_SENT_DS = 128 + 32 + (bwd_collects<Tile> ? 32 : 0);
+
 template <class Tile> struct BwdSmem {
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, THREADS = 3 * 128;
     typedef wgmma_panels<BKV, Tile::HEAD_DIM> K;
@@ -96,8 +104,9 @@ template <class Tile> struct BwdSmem {
                          PEER_DS_AT = DS_AT + 2 * Scores::bytes,
                          P_AT = PEER_DS_AT + (Tile::PAIR ? 2 * Scores::bytes : 0),
                          BIAS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0),
-                         STATS_AT =
-                             BIAS_AT + (ScoresOf<Tile>::BIAS ? Tile::STAGES * Scores::bytes : 0);
+                         STATS_AT = BIAS_AT + (ScoresOf<Tile>::BIAS && !Tile::PAIR
+                                                   ? Tile::STAGES * Scores::bytes
+                                                   : 0);
     /* masked kernel: a block's words for each stage. Of a pair, warpgroup 0 reads them from
      * global memory. */
     static constexpr int WORDS_BYTES = GK_MASK_BLOCK_INTS * 4,
@@ -113,7 +122,9 @@ template <class Tile> struct BwdSmem {
     static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     /* masked kernel: the producer's place in the lists, and the block's part of a tile */
     static constexpr int PLACE = WORK + (int)sizeof(BwdWork);
-    static constexpr int BYTES = PLACE + (bwd_masked<Tile> ? 48 : 0);
+    /* the first row and the head of a step, for the warp that sums the gradient of a bias */
+    static constexpr int COLLECT = PLACE + (bwd_masked<Tile> ? 48 : 0);
+    static constexpr int BYTES = COLLECT + (bwd_collects<Tile> ? 16 : 0);
     static constexpr GK_HD int peer_full(int step) { return PEER_FULL + 8 * (step & 1); }
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Q::bytes % 1024 == 0 && O::bytes % 1024 == 0 && Scores::bytes % 1024 == 0,
@@ -293,7 +304,7 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
     const unsigned peer = w.rank ^ 1;
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
-        bar_sync(BAR_SENT_DS + (n & 1), 128 + 32);
+        bar_sync(BAR_SENT_DS + (n & 1), BWD_SENT_DS<Tile>);
         if (laneid() == 0) {
             const int at = (n & 1) * S::Scores::bytes;
             const smem_addr full_s = smem_s + S::peer_full(n);

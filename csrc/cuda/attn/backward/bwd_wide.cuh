@@ -24,6 +24,8 @@
 #ifndef GPUKERN_CUDA_BWD_WIDE_CUH
 #define GPUKERN_CUDA_BWD_WIDE_CUH
 
+#include "../../ptx/movmatrix.cuh"
+#include "../../ptx/opaque.cuh"
 #include "bwd_consumer.cuh"
 
 namespace {
@@ -55,14 +57,19 @@ __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M 
     }
 }
 
+/* BIAS of a tile: a bias [.., Sq or 1, Sk] in T, or by distance. */
+constexpr int BWD_BIAS = 1, BWD_DISTANCE = 3;
+
 /* ---- 1. the two consumer warpgroups ---------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED, bool ORDERED_>
 struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     typedef Tile_ Tile;
     typedef T Element, Grad;
     static constexpr bool ORDERED = ORDERED_;
+    static constexpr int BIAS = ScoresOf<Tile_>::BIAS;
     typedef BwdSmem<Tile> S;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 8;
+    static constexpr int BIAS_REGISTERS = BIAS == BWD_DISTANCE ? 2 * N + 2 : BIAS ? 2 * N : 1;
     static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128 && Tile::PAIR,
                   "dV and dK are made alike; of four blocks of 64 of d each of four warpgroups "
                   "makes one of dQ");
@@ -123,10 +130,90 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                                                     smem_addr ds_s, bool add) {
         wgmma_fence();
 #pragma unroll
-        for (int kk = 0; kk < BKV; kk += 16)
-            wgmma_ss<T, BQ, 1, 1>(dq, S::K::mn_major(panel_s, kk), S::Scores::mn_major(ds_s, kk),
-                                  add || kk > 0);
+        for (int kk = 0; kk < BKV; kk += 16) {
+            if constexpr (BIAS) /* dS [rows][keys], which is also the bias's gradient */
+                wgmma_ss<T, BQ, 1, 0>(dq, S::K::mn_major(panel_s, kk),
+                                      S::Scores::k_major(ds_s, 0, kk), add || kk > 0);
+            else
+                wgmma_ss<T, BQ, 1, 1>(dq, S::K::mn_major(panel_s, kk),
+                                      S::Scores::mn_major(ds_s, kk), add || kk > 0);
+        }
         wgmma_commit_group();
+    }
+
+    /* ---- the bias ---- */
+    /* Loads the bias of a step, for this warp's 16 keys; zero outside of it. Register 2 n + r has
+     * the row 8 n + lane / 4 and the keys 8 r + 2 (lane % 4) and the next, relative to the warp's
+     * first; biased_weights transposes it. By distance, register 2 m + e has the distance 8 (m - N
+     * + 1) - e, relative to that of the lane's first pair. */
+    template <class Params>
+    static __device__ __forceinline__ void load_bias(uint32_t (&bias)[BIAS_REGISTERS],
+                                                     const Params &x, const BwdWork &w,
+                                                     const BwdTileOf &t) {
+        const bool whole = t.i0 + BQ <= w.seq.seq_q && w.j0 + BKV <= w.seq.seq_k;
+        const char *from = bias_of(x, w, __float_as_int(t.slope));
+        const int lane = laneid(), own = own_key(w, 0);
+        if constexpr (BIAS == BWD_DISTANCE) {
+            const int first = own - t.i0 - lane % 4 * 2;
+            if (whole) {
+                const uint32_t *at = (const uint32_t *)from + (first - 8 * (N - 1));
+#pragma unroll
+                for (int i = 0; i < BIAS_REGISTERS; ++i) bias[i] = __ldg(at + i / 2 * 8 - i % 2);
+            } else {
+#pragma unroll
+                for (int i = 0; i < BIAS_REGISTERS; ++i) {
+                    const int d = first + 8 * (i / 2 - N + 1) - i % 2;
+                    bias[i] = __ldg((const uint32_t *)from +
+                                    max(min(d, w.seq.seq_k - 1), 1 - w.seq.seq_q));
+                }
+            }
+        } else {
+            const int row = t.i0 + lane / 4, key = own - lane / 4 + lane % 4 * 2;
+            from += row * x.bias_row + key * 2;
+            const auto pair = [&](int r) { return __ldg((const uint32_t *)(from + 16 * r)); };
+            if (whole) {
+#pragma unroll
+                for (int n = 0; n < N; ++n, from += 8 * x.bias_row) {
+                    bias[2 * n] = pair(0);
+                    bias[2 * n + 1] = pair(1);
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < N; ++n, from += 8 * x.bias_row) {
+                    const bool inside = row + 8 * n < w.seq.seq_q;
+                    bias[2 * n] = inside && key < w.seq.seq_k ? pair(0) : 0;
+                    bias[2 * n + 1] = inside && key + 8 < w.seq.seq_k ? pair(1) : 0;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BIAS_REGISTERS; ++i) opaque(bias[i]); /* loaded here, not later */
+    }
+    /* Replaces S^T by P^T with a bias. P of a pair that the bias hides is -0. */
+    static __device__ __forceinline__ void biased_weights(float (&s)[N * 4],
+                                                          const uint32_t (&bias)[BIAS_REGISTERS],
+                                                          smem_addr lse_s, float scale_log2,
+                                                          float least) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            const uint2 lse = ld_shared_64(lse_s + n * 32);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float2 b;
+                if constexpr (BIAS == BWD_DISTANCE)
+                    b = make_float2(__uint_as_float(bias[2 * (r - n + N - 1)]),
+                                    __uint_as_float(bias[2 * (r - n + N - 1) + 1]));
+                else
+                    b = unpack2<T>(movmatrix_trans(bias[2 * n + r]));
+                float *own = s + 4 * n + 2 * r;
+                own[0] = ex2_approx_ftz(
+                    fmaf(b.x, LOG2_E, fmaf(own[0], scale_log2, -__uint_as_float(lse.x))));
+                own[1] = ex2_approx_ftz(
+                    fmaf(b.y, LOG2_E, fmaf(own[1], scale_log2, -__uint_as_float(lse.y))));
+                if (b.x <= least) own[0] = -0.f;
+                if (b.y <= least) own[1] = -0.f;
+            }
+        }
     }
 
     /* ---- P and dS ---- */
@@ -135,12 +222,13 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         return ~(uint32_t)((int)weight >> 31);
     }
     /* Packs P^T of S^T. S^T is replaced by P, with softcap times the cap's derivative, of which
-     * dS is a multiple. With a stored mask, P of a hidden pair is -0, which make_ds tells from
-     * other weights. */
+     * dS is a multiple. With a stored mask or a bias, P of a hidden pair is -0, which make_ds tells
+     * from other weights. */
     template <class Params>
     static __device__ __forceinline__ void
     weigh(float (&s)[N * 4], uint32_t (&p)[N * 2], const Params &x, const BwdWork &w,
-          const BwdTileOf &t, smem_addr lse_s, const uint32_t (&seen)[2]) {
+          const BwdTileOf &t, smem_addr lse_s, const uint32_t (&seen)[2],
+          const uint32_t (&bias)[BIAS_REGISTERS]) {
         const Bwd &g = x.g;
         const int row = t.i0 + laneid() % 4 * 2;
         if (MODIFIED) {
@@ -148,7 +236,10 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             modified_weights<T>(s, p, lse_s, score, w.seq, own_key(w, 0), row);
         } else {
             if (!bwd_masked<Tile> && t.edge) hide(s, w.seq, own_key(w, 0), row);
-            weights(s, lse_s, (float)g.p.rules.scale * LOG2_E);
+            if constexpr (BIAS)
+                biased_weights(s, bias, lse_s, (float)g.p.rules.scale * LOG2_E, x.least);
+            else
+                weights(s, lse_s, (float)g.p.rules.scale * LOG2_E);
             if (bwd_masked<Tile> && t.edge) {
 #pragma unroll
                 for (int i = 0; i < N * 4; ++i)
@@ -165,8 +256,8 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                           make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
                                      __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
     }
-    /* edge: with a stored mask, P of some pair may be -0. dS of these pairs is 0, whatever dP and
-     * delta hold. */
+    /* edge: with a stored mask or a bias, P of some pair may be -0. dS of these pairs is 0,
+     * whatever dP and delta hold. */
     static __device__ __forceinline__ void make_ds(uint32_t (&ds)[N * 2], const float (&dp)[N * 4],
                                                    smem_addr own_s, smem_addr delta_s, bool edge) {
 #pragma unroll
@@ -184,11 +275,16 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             }
         }
     }
-    /* Stores dS^T [64 keys][rows]. */
+    /* Stores dS^T [64 keys][rows]; with a bias its transpose. */
     static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             const uint32_t four[4] = {ds[2 * n], ds[2 * n + 1], ds[2 * n + 2], ds[2 * n + 3]};
+            if constexpr (BIAS) {
+                const coord c = ds_place(mov_tid_x() % 128, n);
+                stmatrix_x4_trans(ds_s + S::Scores::offset_of(c.row, c.col), four);
+                continue;
+            }
             const coord c = scores_place(mov_tid_x(), n);
             stmatrix_x4(ds_s + S::Scores::offset_of(c.row, c.col), four);
         }
@@ -196,9 +292,11 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
 
     /* ---- the end of a step: dQ of `tile` ---- */
     /* Called when dS of step n is complete. On return no product is in flight and the next
-     * step's Q has arrived. */
+     * step's Q has arrived. ahead(step) loads what the next step needs from memory, before the
+     * additions. */
+    template <class Ahead>
     __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps,
-                                            int tile) {
+                                            int tile, const Ahead &ahead) {
         float dq[BQ / 2];
         issue_dq(dq, k.smem_s + S::K_AT + k.dq_block * S::K::panel_bytes, k.ds(n), false);
         if (k.warpgroup == 0) { /* dV is complete: the next dO can be loaded */
@@ -212,6 +310,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         /* ask for the next step's Q before the additions fill the queue that the answer comes
          * through */
         k.ring().wait_full(min(n + 1, steps - 1));
+        ahead(min(n + 1, steps - 1));
         wgmma_wait_group<0>();
         wgmma_pin(dq);
         wgmma_pin(sum);
@@ -225,6 +324,11 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     template <class Params>
     __device__ __forceinline__ void run_weights(const Block &k, const Params &x, const BwdWork &w,
                                                 const BwdTileOf *tiles, int steps) {
+        uint32_t bias[BIAS_REGISTERS];
+        const auto ahead = [&](int n) {
+            if constexpr (BIAS) load_bias(bias, x, w, tiles[k.ring().stage(n)]);
+        };
+        if (BIAS && steps > 0) ahead(0);
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const BwdTileOf &t = tiles[k.ring().stage(n)];
@@ -233,26 +337,30 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             uint32_t p[N * 2];
             uint32_t seen[2] = {};
             issue_scores(s, k.smem_s + S::K_AT, k.q(n));
-            if constexpr (bwd_masked<Tile>)
+            if constexpr (ScoresOf<Tile>::MASK) {
                 if (t.edge) seen_by_mask(seen, x, w, t);
+            } else if constexpr (BIAS) {
+                if (t.edge) seen_by_rules(seen, x, w, t);
+            }
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            weigh(s, p, x, w, t, own_stats<Tile>(k.smem_s, n), seen);
+            weigh(s, p, x, w, t, own_stats<Tile>(k.smem_s, n), seen, bias);
             store_p(k.own_p(), s);
             bar_arrive(BAR_P, 256);
             k.o_ring().wait_full(n);
             issue_sum(p, k.o(n));
             bar_sync(BAR_DS, 256);
-            make_dq(k, x.g, n, steps, tile);
+            make_dq(k, x.g, n, steps, tile, ahead);
         }
     }
 
-    __device__ __forceinline__ void run_gradients(const Block &k, const BwdHopperParams &x,
+    template <class Params>
+    __device__ __forceinline__ void run_gradients(const Block &k, const Params &x, const BwdWork &w,
                                                   const BwdTileOf *tiles, int steps) {
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const int tile = tiles[k.ring().stage(n)].tile;
-            const bool edge = bwd_masked<Tile> && tiles[k.ring().stage(n)].edge;
+            const bool edge = BIAS || (bwd_masked<Tile> && tiles[k.ring().stage(n)].edge);
             float dp[N * 4];
             uint32_t ds[N * 2];
             k.o_ring().wait_full(n);
@@ -262,16 +370,32 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
             /* P is complete, and warpgroup 0 no longer reads dS of step n - 2 */
             bar_sync(BAR_P, 256);
+            if constexpr (bwd_collects<Tile>) {
+                if (n >= 2) bar_sync(BAR_READ_DS + (n & 1), 128 + 32);
+                const BwdTileOf &t = tiles[k.ring().stage(n)];
+                const smem_addr to_s = k.smem_s + S::COLLECT + 8 * (n & 1);
+                if (k.signals) {
+                    st_shared_32(to_s, (uint32_t)t.i0);
+                    st_shared_32(to_s + 4, __float_as_uint(t.slope));
+                }
+            }
             make_ds(ds, dp, k.own_p(), own_stats<Tile>(k.smem_s, n) + BQ * 4, edge);
             store_ds(k.ds(n), ds);
             fence_proxy_async();
-            bar_arrive(BAR_SENT_DS + (n & 1), 128 + 32);
+            bar_arrive(BAR_SENT_DS + (n & 1), BWD_SENT_DS<Tile>);
             /* warpgroup 0 stores the next P only after this barrier, when this P has been read */
             bar_arrive(BAR_DS, 256);
+            /* dS of the previous step has been read, so all may overwrite it in the next step */
+            if (BIAS && k.signals) tma_store_wait_group_read<0>();
             bar_sync(BAR_OWN_DS, 128);
+            if constexpr (BIAS) {
+                if (k.signals && x.with_dbias)
+                    store_dbias<typename S::Scores>(x, w, tiles[k.ring().stage(n)], k.ds(n));
+            }
             issue_sum(ds, k.q(n));
-            make_dq(k, x.g, n, steps, tile);
+            make_dq(k, x.g, n, steps, tile, [](int) {});
         }
+        if (BIAS && k.signals) tma_store_wait_group_read<0>();
     }
 
     template <class Params>
@@ -288,7 +412,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         if (warpgroup == 0)
             run_weights(k, x, w, tiles, steps);
         else
-            run_gradients(k, x, tiles, steps);
+            run_gradients(k, x, w, tiles, steps);
     }
 
     __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w,

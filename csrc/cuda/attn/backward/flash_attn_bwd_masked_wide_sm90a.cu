@@ -15,9 +15,9 @@
  * a pair joins the parts of its own 64 keys.
  *
  * Not handled: what flash_attn_bwd_masked_sm90a does not handle either; a bias. */
+#include "../../ptx/prefetch_l2.cuh"
 #include "../mask_words.cuh"
-#include "bwd_masked.cuh"
-#include "bwd_wide.cuh"
+#include "bwd_bias.cuh"
 
 namespace {
 
@@ -78,7 +78,34 @@ __device__ __forceinline__ void seen_by_mask(uint32_t (&seen)[2], const BwdMaske
     }
 }
 
+/* The same for the rules of a call without a mask. */
+__device__ __forceinline__ void seen_by_rules(uint32_t (&seen)[2], const BwdMaskedParams &,
+                                              const BwdWork &w, const BwdTileOf &t) {
+    const Span &span = w.seq.span;
+    const int row = t.i0 + laneid() % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int j = own_key(w, 0) + 8 * r;
+        const bool any = j >= span.key_lo && j < span.key_hi;
+        seen[r] =
+            any ? columns_in<16>(span.row_lo(j) - row, span.row_hi(j, w.seq.seq_q) - row) : 0u;
+    }
+}
+
 /* ---- 2. the producer ------------------------------------------------------------------------- */
+/* Asks for a step's bias, 64 rows x 64 keys, which then comes to warpgroup 0 from L2. One warp. */
+__device__ __forceinline__ void prefetch_bias(const BwdMaskedParams &x, const BwdWork &w, int head,
+                                              int row0) {
+    if (w.j0 >= w.seq.seq_k || x.bias_row == 0) return;
+    const int last = min(w.j0 + 63, w.seq.seq_k - 1);
+#pragma unroll 1
+    for (int i = row0 + laneid(); i < min(row0 + 64, w.seq.seq_q); i += 32) {
+        const char *from = bias_of(x, w, head) + i * x.bias_row;
+        prefetch_l2(from + w.j0 * 2);
+        prefetch_l2(from + last * 2);
+    }
+}
+
 /* One warp loads K, V and the columns of the other block's K once, then Q with its stats, and dO,
  * step after step. In the second launch it replaces their NaN and inf. */
 template <class T, class Tile>
@@ -108,23 +135,34 @@ __device__ __forceinline__ void load_masked_pair(const BwdMaskedParams &x, const
     const tma_steps<Tile::STAGES> ring = {smem_s + S::RING};
     const tma_steps<Tile::O_STAGES> o_ring = {smem_s + S::O_RING};
     const BwdPlace at = {smem_s + S::PLACE};
-    at.set(BwdPlace::KEPT, words_before(x, w, at)); /* place() has set the other fields */
+    if constexpr (ScoresOf<Tile>::MASK) {
+        at.set(BwdPlace::KEPT, words_before(x, w, at)); /* place() has set the other fields */
+    } else {
+        at.set(BwdPlace::HEAD, w.first_head - 1);
+    }
     at.set(BwdPlace::ROW, GK_MASK_TILE - Tile::BQ);
     __syncwarp();
 #pragma unroll 1
     for (int n = 0; n < ((const volatile BwdWork &)w).tiles; ++n) {
         next_step<Tile>(x, w, at);
+        if constexpr (ScoresOf<Tile>::BIAS == BWD_BIAS)
+            prefetch_bias(x, w, at[BwdPlace::HEAD], at[BwdPlace::ROW]);
         const smem_addr q_s = smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes,
                         o_s = smem_s + S::O_AT + o_ring.stage(n) * S::O::bytes,
                         stats_s = smem_s + S::STATS_AT + ring.stage(n) * S::STATS;
         ring.wait_empty(n);
         if (laneid() == 0) {
             const smem_addr to_s = x.again ? raw_s : ring.full(n);
-            const int i0 = at[BwdPlace::ROW], kind = at[BwdPlace::KIND];
+            const int i0 = at[BwdPlace::ROW];
+            int kind = at[BwdPlace::KIND];
+            /* rows past the end must not see a bias, which may be infinite */
+            if (!ScoresOf<Tile>::MASK && i0 + Tile::BQ > w.seq.seq_q) kind = GK_BLOCK_MADE;
             load_panels<typename S::Q>(q_s, &x.q, i0, at[BwdPlace::HEAD], w.b, to_s);
             const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / Tile::BQ;
-            const int edge =
-                kind == GK_BLOCK_FULL ? 0 : edge_of(kind, at[BwdPlace::FULL], at[BwdPlace::WORDS]);
+            int edge = 0;
+            if (kind != GK_BLOCK_FULL)
+                edge = ScoresOf<Tile>::MASK ? edge_of(kind, at[BwdPlace::FULL], at[BwdPlace::WORDS])
+                                            : kind;
             ((BwdTileOf *)(smem + S::TILES))[ring.stage(n)] = {stats_tile, edge, i0,
                                                                __int_as_float(at[BwdPlace::HEAD])};
             if (n == 0) { /* see load_tiles */
@@ -168,7 +206,7 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
     typedef Tile_ Tile;
     typedef BwdMaskedParams Params;
     typedef BwdSmem<Tile> S;
-    static constexpr bool SPLITS = true;
+    static constexpr bool SPLITS = ScoresOf<Tile>::MASK;
     static_assert(GK_MASK_TILE == 2 * Tile::BQ && GK_MASK_TILE == 2 * Tile::BKV && !ORDERED,
                   "a pair has a tile of keys, and a step half of a block of queries");
 
@@ -181,6 +219,12 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
     /* One thread. */
     static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr smem_s) {
         const Bwd &g = x.g;
+        if constexpr (!ScoresOf<Tile>::MASK) { /* w.start: the tiles of each head */
+            place_block<Tile>(w, x);
+            w.start = w.tiles;
+            w.tiles *= g.p.group;
+            return;
+        }
         w.rank = (int)cluster_ctarank();
         w.task = x.grid.task(blockIdx.x / S::BLOCKS);
         w.b = (int)x.by_heads.into((uint32_t)w.task.unit);
@@ -193,9 +237,17 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
                                                 unsigned char *smem, smem_addr smem_s) {
         load_masked_pair<T, Tile>(x, w, smem, smem_s);
     }
+    /* One warp. */
+    static __device__ __forceinline__ void collect(const Params &x, const BwdWork &w,
+                                                   const unsigned char *, smem_addr smem_s) {
+        collect_bias<T, Tile>(x, w, smem_s);
+    }
     __device__ __forceinline__ void store(const Params &x, const BwdWork &w, smem_addr smem_s,
                                           int warpgroup) {
-        if (!join_parts<Tile>(x, w, smem_s, [&](const auto &take) { take(this->sum, 0); })) return;
+        if constexpr (SPLITS) {
+            if (!join_parts<Tile>(x, w, smem_s, [&](const auto &take) { take(this->sum, 0); }))
+                return;
+        }
         float wild = 0; /* NaN if a gradient is NaN or inf */
 #pragma unroll
         for (int i = 0; i < Tile::HEAD_DIM / 2; ++i) wild = fmaf(this->sum[i], 0.f, wild);
@@ -205,21 +257,38 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
 };
 
 /* ---- 4. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE)                                           \
-    {name,                                                                  \
-     dtype,                                                                 \
-     plan_masked<TILE>,                                                     \
-     run_masked<T, BwdMaskedWideConsumer<T, TILE, false, false>>,           \
-     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
+#define ROW(name, T, dtype, TILE)                                                  \
+    {name,                                                                         \
+     dtype,                                                                        \
+     plan_masked<TILE, BiasOf<T, TILE>>,                                           \
+     run_masked<T, BwdMaskedWideConsumer<T, TILE, false, false>, BiasOf<T, TILE>>, \
+     {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ},        \
      NULL}
 #define ROWS(label, TILE)                                                              \
     ROW("flash_attn_bwd_masked_wide_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
         ROW("flash_attn_bwd_masked_wide_sm90a_f16_" label, __half, GK_F16, TILE)
 
-typedef BwdMasked<BwdHopper192, 1, 0> Masked192;
-typedef BwdMasked<BwdHopper256, 1, 0> Masked256;
+template <class T, class Tile>
+using BiasOf =
+    std::conditional_t<ScoresOf<Tile>::BIAS != 0, BwdBiasByLoads<T, Tile>, BwdBiasByTma<Tile>>;
 
-const gk_cuda_instance instances[] = {ROWS("d192_mask", Masked192), ROWS("d256_mask", Masked256)};
+typedef BwdMasked<BwdHopper192, 1, 0> Masked192;
+typedef BwdMasked<BwdHopper192, 0, BWD_BIAS> Biased192;
+typedef BwdMasked<BwdHopper192, 1, BWD_BIAS> MaskedBiased192;
+typedef BwdMasked<BwdHopper192, 0, BWD_DISTANCE> Distance192;
+typedef BwdMasked<BwdHopper256, 1, 0> Masked256;
+typedef BwdMasked<BwdHopper256, 0, BWD_BIAS> Biased256;
+typedef BwdMasked<BwdHopper256, 1, BWD_BIAS> MaskedBiased256;
+typedef BwdMasked<BwdHopper256, 0, BWD_DISTANCE> Distance256;
+
+const gk_cuda_instance instances[] = {ROWS("d192_mask", Masked192),
+                                      ROWS("d192_bias", Biased192),
+                                      ROWS("d192_mask_bias", MaskedBiased192),
+                                      ROWS("d192_distance", Distance192),
+                                      ROWS("d256_mask", Masked256),
+                                      ROWS("d256_bias", Biased256),
+                                      ROWS("d256_mask_bias", MaskedBiased256),
+                                      ROWS("d256_distance", Distance256)};
 
 } // namespace
 
