@@ -277,18 +277,19 @@ def backward_case(
     exact,
     device,
     more=(),
+    head_dim: int = HEAD_DIM,
 ) -> Case:
     """A case of gradients: of q, k, v, and of the leaves `more`, which are not compared."""
 
     def make():
-        q, k, v = make_qkv(seq, device)
+        q, k, v = make_qkv(seq, device, head_dim)
         return q, k, v, torch.randn_like(q)
 
     def expected(q: Tensor, k: Tensor, v: Tensor, grad: Tensor):
         q, k, v = (x[:1, :1].double().requires_grad_() for x in (q, k, v))
         return torch.autograd.grad(exact(q, k, v), (q, k, v), grad[:1, :1].double())
 
-    one = case(group, label, seq, pairs, ours, peers, lambda *_: None, device)
+    one = case(group, label, seq, pairs, ours, peers, lambda *_: None, device, head_dim)
     one.make = make
     one.ours = through_autograd(ours, more)
     one.peers = {name: through_autograd(peer, more) for name, peer in peers.items()}
@@ -319,29 +320,45 @@ def mask_backward(run: Run, name: str, seq: int, device) -> None:
         run.add(backward_case("rule", f"{name} grad", seq, pairs, ours, rule, exact, device))
 
 
-def bias_backward(run: Run, name: str, seq: int, device) -> None:
-    if not run.asks("backward", f"{name} S{seq}", "bf16"):
+def bias_backward(run: Run, name: str, seq: int, device, head_dim: int = HEAD_DIM) -> None:
+    wide = head_dim != HEAD_DIM
+    group, label = ("wide backward", f"{name} d{head_dim}") if wide else ("backward", name)
+    if not run.asks(group, f"{label} S{seq}", "bf16"):
         return
-    heads = shapes.CUDA_ATTN_HIDDEN // HEAD_DIM
+    heads = shapes.CUDA_ATTN_HIDDEN // head_dim
     batch = max(1, shapes.CUDA_ATTN_TOKENS // seq)
-    leaf = torch.randn(batch, heads, seq, seq, device=device).bfloat16()
+    distance = name.startswith("distance")
+    if distance:
+        leaf = torch.randn(heads, 2 * seq - 1, device=device)
+    elif name.startswith("keys' bias"):
+        leaf = torch.randn(batch, 1, 1, seq, device=device).bfloat16()
+    else:
+        of = 1 if name.startswith("shared") else batch
+        leaf = torch.randn(of, heads, seq, seq, device=device).bfloat16()
     more = [leaf.requires_grad_()] if name.endswith("grad") else []
 
     def score(s, b, h, q, k):
-        return s + leaf[b, h, q, k]
+        if distance:
+            return s + leaf[h, k - q + seq - 1]
+        at = zip((b, h, q, k), leaf.shape, strict=True)
+        return s + leaf[tuple(i if n > 1 else 0 for i, n in at)]
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return gk.flash_attn(q, k, v, bias=leaf)
+        given = {"distance_bias": leaf} if distance else {"bias": leaf}
+        return gk.flash_attn(q, k, v, **given)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.flash_attn(q, k, v, bias=leaf[:1, :1].detach().double())
+        one = leaf[:1].detach().double() if distance else leaf[:1, :1].detach().double()
+        given = {"distance_bias": one} if distance else {"bias": one}
+        return reference.flash_attn(q, k, v, **given)
 
-    peers: dict[str, Callable] = {
-        "FlexAttention": flex(None, score, seq, {}),
-        "SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION, leaf),
-        "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, leaf),
-    }
-    run.add(backward_case("backward", name, seq, seq * seq, ours, peers, exact, device, more))
+    peers: dict[str, Callable] = {"FlexAttention": flex(None, score, seq, {})}
+    if not distance:
+        full = leaf.expand(batch, heads, seq, seq)
+        peers["SDPA efficient"] = sdpa(SDPBackend.EFFICIENT_ATTENTION, full)
+        peers["SDPA cuDNN"] = sdpa(SDPBackend.CUDNN_ATTENTION, full)
+    args = (group, label, seq, seq * seq, ours, peers, exact, device, more, head_dim)
+    run.add(backward_case(*args))
 
 
 def builder(run: Run, name: str, seq: int, device) -> None:
@@ -374,6 +391,8 @@ def main() -> None:
         mask_backward(run, name, seq, device.device)
     for name, seq in shapes.CUDA_ATTN_BIASES_BACKWARD:
         bias_backward(run, name, seq, device.device)
+    for name, seq in shapes.CUDA_ATTN_BIASES_BACKWARD_WIDE:
+        bias_backward(run, name, seq, device.device, shapes.CUDA_ATTN_MASKS_WIDE_DIM)
     for name, seq in (("causal", 8192), ("documents", 8192), ("causal", 32768)):
         builder(run, name, seq, device.device)
     run.finish(shapes.CUDA_ATTN_MASK_BARS)

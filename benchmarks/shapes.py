@@ -162,10 +162,19 @@ CUDA_ATTN_MASKS_BACKWARD = (
     ("tiles", 8192),
 )
 CUDA_ATTN_BIASES_BACKWARD = (("bias", 2048), ("bias grad", 2048), ("bias grad", 8192))
+CUDA_ATTN_BIASES_BACKWARD_WIDE = (
+    ("bias", 2048),
+    ("bias grad", 2048),
+    ("bias grad", 8192),
+    ("shared bias grad", 2048),
+    ("keys' bias grad", 2048),
+    ("distance grad", 2048),
+)
 CUDA_ATTN_MASK_BARS = {
     "forward": Bar(geomean=1.9, each=1.4),
     "wide": Bar(geomean=1.9, each=1.4),
     "backward": Bar(geomean=1.5, each=1.3),
+    "wide backward": Bar(geomean=1.5, each=1.3),
     "rule": Bar(each=0.72),
 }
 CUDA_MASK_BUILDER = Bar(at_most=60.0)

@@ -26,6 +26,7 @@
 
 #include "../ptx/wgmma_8bit.cuh"
 #include "../tile/codes_sm90a.cuh"
+#include "../tile/release_reads.cuh"
 #include "finish.cuh"
 #include "mailbox.cuh"
 #include "scaled_params.cuh"
@@ -289,14 +290,12 @@ struct ScaledSwapped : OneResult {
             }
         }
 
-        /* Scales along k are read by loads, which may still wait for WGMMA when the arrival is
-         * counted. The fence makes the refill of the stage wait for them. */
+        /* Scales along k are read by loads. */
         __device__ __forceinline__ void release(Block &shell) {
-            if constexpr (ALONG_K) {
-                fence_proxy_async();
-                __syncwarp();
-            }
-            if (releases) mbarrier_arrive(shell.ring.empty());
+            if constexpr (ALONG_K)
+                release_reads(shell.ring.empty(), releases);
+            else if (releases)
+                mbarrier_arrive(shell.ring.empty());
         }
 
         __device__ __forceinline__ void take(Block &shell, TilePlace tile, int) {

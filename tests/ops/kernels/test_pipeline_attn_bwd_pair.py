@@ -5,6 +5,9 @@ the warp that sends dS to the other block, and the warps of two warpgroups. Copi
 end at any time. No barrier says that the other block has read a dS: the other block sends its dS of
 the next step only after both of its warpgroups have finished this step.
 
+With a bias (flash_attn_bwd_masked_wide_sm90a.cu) a copy stores dS as its gradient, and a warp reads
+dS to sum it.
+
 A run fails if nothing can proceed, if something is overwritten while it is read, if anything reads
 bytes of another step, or if a copy or an arrival reaches a block that has exited. Then each rule is
 broken in turn.
@@ -12,10 +15,11 @@ broken in turn.
 
 import os
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
-from test_pipeline import Sync, Wrong, arrivals, interleave
+from test_pipeline import CUDA, Sync, Wrong, arrivals, interleave
 from test_pipeline_attn import Ring
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 500
@@ -34,6 +38,7 @@ READS = {
 @dataclass(frozen=True)
 class Kernel:
     o_stages: int = 1
+    bias: bool = False
     broken: str = ""  # the rule that is broken
 
 
@@ -53,6 +58,14 @@ class Place:
         if self.held != [step] * len(self.held):
             raise Wrong(f"{self.name} holds another step")
         self.reading += count
+
+
+def senders(bias):
+    """The arrivals at BAR_SENT_DS."""
+    made = r"BWD_SENT_DS = (128 \+ 32) \+ \(bwd_collects<Tile> \? (32) : 0\);"
+    source = (CUDA / "attn/backward/bwd_producer.cuh").read_text()
+    assert re.search(made, source)
+    return WARPS + 1 + bias
 
 
 class Block:
@@ -75,10 +88,11 @@ class Block:
         }
         self.p = [Place("P") for _ in range(WARPS)]
         self.p_ready, self.ds_ready, self.own_ds = Sync(2 * WARPS), Sync(2 * WARPS), Sync(WARPS)
-        sent = arrivals(
-            "attn/backward/bwd_producer.cuh", "BAR_SENT_DS + (n & 1)", warps=WARPS
-        )  # the other warpgroup, and the warp that sends
-        self.ds_sent = [Sync(sent) for _ in range(2)]
+        # warpgroup 1, the warp that sends and with a bias the one that sums
+        apart = kernel.broken == "sent before it is summed"  # the sums wait by themselves
+        self.ds_sent = [Sync(senders(kernel.bias and not apart)) for _ in range(2)]
+        self.records = [Place("the place of a step") for _ in range(2)]
+        self.stores = 0  # copies of dS to memory that still read it
         self.products, self.issued, self.done = [[], []], [[0] * WARPS, [0] * WARPS], [0, 0]
 
     def agents(self):
@@ -86,6 +100,8 @@ class Block:
             yield from (self.whole(run(w)) for w in range(WARPS))
         yield self.whole(self.load())
         yield self.whole(self.send())
+        if self.k.bias:
+            yield self.whole(self.collect())
 
     def whole(self, agent):
         """Runs a warp, then the cluster barrier at its end."""
@@ -95,7 +111,7 @@ class Block:
         self.gone += 1
 
     def reached(self):
-        if self.gone == 2 * WARPS + 2:
+        if self.gone == agents_of(self.k):
             raise Wrong("a block that has left is reached")
 
     def place(self, name, n):
@@ -129,6 +145,31 @@ class Block:
             self.place("ds", n).read(n, 1)
             self.events.append((self.sent, n))
             yield None
+
+    # ---- the gradient of a bias ----
+    def collect(self):
+        for n in range(self.steps):
+            if self.k.broken == "sent before it is summed":
+                yield lambda n=n: self.ds_sent[n % 2].come > n // 2 * (WARPS + 1) + WARPS
+            else:
+                waits = self.ds_sent[n % 2].arrive()
+                if self.k.broken != "summed before it is stored":
+                    yield waits
+            self.records[n % 2].read(n, 1)
+            self.place("ds", n).read(n, 1)
+            for _ in range(8):  # takes a while
+                yield None
+            self.records[n % 2].read(n, -1)
+            self.place("ds", n).read(n, -1)
+
+    def store(self, n):
+        self.place("ds", n).read(n, 1)
+        self.stores += 1
+        self.events.append((self.stored, n))
+
+    def stored(self, n):
+        self.place("ds", n).read(n, -1)
+        self.stores -= 1
 
     # ---- products of a warpgroup, in order ----
     def issue(self, group, w, kind, n):
@@ -203,29 +244,42 @@ class Block:
             self.p[w].read(n, 1)
             yield None
             self.p[w].read(n, -1)
+            if self.k.bias and w == 0:
+                self.records[n % 2].write(n)
             self.place("ds", n).write(n, w)
             self.ds_sent[n % 2].arrive()  # bar.arrive, as the next
             self.ds_ready.arrive()
+            if self.k.bias and w == 0 and self.k.broken != "stores not awaited":
+                yield lambda: self.stores == 0
             waits = self.own_ds.arrive()
             if self.k.broken != "own dS not awaited":
                 yield waits
+            if self.k.bias and w == 0:
+                self.store(n)
             self.issue(GRADIENTS, w, "dk", n)
             yield from self.make_dq(GRADIENTS, w, n)
+        if self.k.bias and w == 0:
+            yield lambda: self.stores == 0
+
+
+def agents_of(kernel):
+    return 2 * WARPS + 2 + kernel.bias
 
 
 def schedules(kernel, count, seed):
     rng = random.Random(seed)
     for _ in range(count):
-        steps, meeting, events = rng.randint(0, 6), Sync(2 * (2 * WARPS + 2)), []
+        steps, meeting, events = rng.randint(0, 6), Sync(2 * agents_of(kernel)), []
         pair = [Block(kernel, steps, rng, meeting) for _ in range(2)]
         for block, other in zip(pair, pair[::-1], strict=True):
             block.peer, block.events = other, events
         interleave([agent for block in pair for agent in block.agents()], events, rng)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("o_stages", [1, 2])
-def test_the_protocol_holds(o_stages):
-    schedules(Kernel(o_stages), SCHEDULES, f"{o_stages} stages")
+def test_the_protocol_holds(o_stages, bias):
+    schedules(Kernel(o_stages, bias), SCHEDULES, f"{o_stages} stages")
 
 
 OVERWRITTEN, OTHER, MANY = "overwritten while", "holds another step", "an arrival too many"
@@ -241,10 +295,17 @@ BROKEN = {  # rule -> what may then go wrong first
     "own dS not awaited": f"{OTHER}|{OVERWRITTEN}",
     "P not awaited": OTHER,
     "left alone": "has left is reached",
+    # with a bias
+    "summed before it is stored": f"{OTHER}|{OVERWRITTEN}",
+    "sent before it is summed": f"{OVERWRITTEN}|{OTHER}",
+    "stores not awaited": f"{OVERWRITTEN}|{OTHER}",
 }
+
+
+WITH_BIAS = "summed before it is stored", "sent before it is summed", "stores not awaited"
 
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_seen(rule):
     with pytest.raises(Wrong, match=BROKEN[rule]):
-        schedules(Kernel(broken=rule), 4000, rule)
+        schedules(Kernel(bias=rule in WITH_BIAS, broken=rule), 4000, rule)

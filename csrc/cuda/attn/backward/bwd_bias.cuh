@@ -23,20 +23,14 @@
 namespace {
 
 /* ---- 1. sums of a step ----------------------------------------------------------------------- */
-/* Byte offset of 8 keys of dS, and of the word `word` of a row, which has the keys 2 word and the
- * next. */
-__device__ __forceinline__ int ds_chunk(int row, int chunk) {
-    return row * WGMMA_ROW_BYTES + (chunk ^ row % 8) * 16;
-}
-__device__ __forceinline__ int ds_word(int row, int word) {
-    return ds_chunk(row, word / 4) + word % 4 * 4;
-}
+/* dS of a step. */
+typedef wgmma_panels<64, 64> StepDs;
 
 /* Adds the columns of dS to `keys`: those of the lane's two keys. */
 template <class T> __device__ __forceinline__ void add_columns(float2 &keys, smem_addr ds_s) {
 #pragma unroll 8
     for (int i = 0; i < 64; ++i) {
-        const float2 ds = unpack2<T>(ld_shared_32(ds_s + ds_word(i, laneid())));
+        const float2 ds = unpack2<T>(ld_shared_32(ds_s + StepDs::offset_of(i, 2 * laneid())));
         keys.x += ds.x;
         keys.y += ds.y;
     }
@@ -54,7 +48,7 @@ __device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, in
     const int key = w.j0 + laneid() % 16 * 4;
 #pragma unroll 4
     for (int i = laneid() / 16; i < 64; i += 2) {
-        const uint2 four = ld_shared_64(ds_s + ds_chunk(i, laneid() % 16 / 2) + laneid() % 2 * 8);
+        const uint2 four = ld_shared_64(ds_s + StepDs::offset_of(i, laneid() % 16 * 4));
         if (i0 + i >= w.seq.seq_q || key >= pitch) continue;
         const float2 a = unpack2<T>(four.x), b = unpack2<T>(four.y);
         red_add_128<0>(__cvta_generic_to_global(to + (int64_t)(i0 + i) * pitch + key), a.x, a.y,
@@ -72,8 +66,8 @@ __device__ __forceinline__ void add_diagonals(float *to, int least, int most, sm
 #pragma unroll 4
     for (int r = 0; r < 32; ++r) {
         const int u = (lane + r) % 32;
-        const float2 a = unpack2<T>(ld_shared_32(ds_s + ds_word(2 * r, u))),
-                     b = unpack2<T>(ld_shared_32(ds_s + ds_word(2 * r + 1, u)));
+        const float2 a = unpack2<T>(ld_shared_32(ds_s + StepDs::offset_of(2 * r, 2 * u))),
+                     b = unpack2<T>(ld_shared_32(ds_s + StepDs::offset_of(2 * r + 1, 2 * u)));
         const bool wraps = lane + r >= 32;
         on[0] += wraps ? 0 : a.x + b.y;
         after[0] += wraps ? 0 : a.y;
@@ -95,13 +89,13 @@ __device__ __forceinline__ void add_diagonals(float *to, int least, int most, sm
     }
 }
 
-/* The spare warp: it reads dS of each step once warpgroup 1 has stored it, and then lets it be
- * overwritten. One warp. */
+/* The spare warp: it reads dS of each step once warpgroup 1 has stored it. send_ds says why it has
+ * read dS before that is overwritten. One warp. */
 template <class T, class Tile>
 __device__ __forceinline__ void collect_bias(const BwdMaskedParams &x, const BwdWork &w,
                                              smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
-    static_assert(Tile::BQ == 64 && Tile::BKV == 64, "dS has one panel of 64 rows");
+    static_assert(std::is_same<typename S::Scores, StepDs>::value, "dS has one panel of 64 rows");
     const int steps = steps_of<Tile>(x.g, w);
     float2 keys = make_float2(0, 0);
     float *last = NULL; /* where `keys` belong */
@@ -127,8 +121,6 @@ __device__ __forceinline__ void collect_bias(const BwdMaskedParams &x, const Bwd
                 add_tile<T>(to, w, i0, (int)x.sums_row, ds_s);
             }
         }
-        __syncwarp(); /* all lanes have read */
-        if (n + 2 < steps) bar_arrive(BAR_READ_DS + (n & 1), 128 + 32);
     }
     if (last) flush_columns(last, w, keys);
 }

@@ -29,11 +29,8 @@ enum {
     BAR_OWN_DS = 4,  /* the same, warpgroup 1 waits */
     BAR_SENT_DS = 5, /* and 6, alternating by step; send_ds waits */
     /* every kernel */
-    BAR_ADDED = 7, /* both warpgroups have made their last additions; the warp that tells other
-                      blocks waits */
-    /* wide kernel with a bias: the warp that sums its gradient (bwd_collects) has read dS. 8 and 9,
-     * alternating by step; warpgroup 1 waits. */
-    BAR_READ_DS = 8
+    BAR_ADDED = 7 /* both warpgroups have made their last additions; the warp that tells other
+                     blocks waits */
 };
 
 /* ---- 1. parameters and shared memory --------------------------------------------------------- */
@@ -295,7 +292,9 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
  * it. There is no signal that dS has been read. Instead, a block stores dS of step n + 2 only
  * after it has received the other block's dS of step n + 1. The other block stored that after
  * both its warpgroups had finished step n. For the same reason two alternating named barriers
- * are enough. */
+ * are enough. The warp that sums the gradient of a bias has read dS of step n by then, too: it
+ * meets this warp at step n + 1, and without that the other block's dS does not count as received.
+ */
 template <class Tile>
 __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork &w,
                                         smem_addr smem_s) {

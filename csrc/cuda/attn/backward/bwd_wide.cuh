@@ -371,7 +371,6 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             /* P is complete, and warpgroup 0 no longer reads dS of step n - 2 */
             bar_sync(BAR_P, 256);
             if constexpr (bwd_collects<Tile>) {
-                if (n >= 2) bar_sync(BAR_READ_DS + (n & 1), 128 + 32);
                 const BwdTileOf &t = tiles[k.ring().stage(n)];
                 const smem_addr to_s = k.smem_s + S::COLLECT + 8 * (n & 1);
                 if (k.signals) {

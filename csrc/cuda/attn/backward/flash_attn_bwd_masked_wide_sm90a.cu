@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_masked_wide_sm90a: flash_attn_bwd_masked_sm90a with a stored mask for head_dim, of
- * q or of v, from 129 to 256. It computes the same. The consumers are those of
- * flash_attn_bwd_wide_sm90a (bwd_wide.cuh).
+/* flash_attn_bwd_masked_wide_sm90a: flash_attn_bwd_masked_sm90a for head_dim, of q or of v, from
+ * 129 to 256: the gradients of attention with a stored mask, with a bias, or with both. The
+ * consumers are those of flash_attn_bwd_wide_sm90a (bwd_wide.cuh).
  *
  * Work split: a pair of blocks owns a tile of 128 keys of the mask, 64 keys each. Both take the
  * blocks of queries in the tile's list, 64 rows a step. Shared memory has no room for the words of
@@ -14,7 +14,13 @@
  * Tiles of keys that many more queries see than others are cut into parts, as there. Each block of
  * a pair joins the parts of its own 64 keys.
  *
- * Not handled: what flash_attn_bwd_masked_sm90a does not handle either; a bias. */
+ * A bias may broadcast over the batch, the heads and the queries, and a bias by distance is served,
+ * too (bwd_bias.cuh).
+ *
+ * Not handled, served by flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain: a float32 bias [..,
+ * Sk]; a bias that broadcasts over keys; distance_bias beside a mask or a bias; a gradient that
+ * does not broadcast and whose rows are no multiples of 16 bytes; and what
+ * flash_attn_bwd_masked_sm90a refuses of rules and tensors. */
 #include "../../ptx/prefetch_l2.cuh"
 #include "../mask_words.cuh"
 #include "bwd_bias.cuh"

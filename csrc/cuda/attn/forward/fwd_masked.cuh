@@ -14,17 +14,9 @@
 #ifndef GPUKERN_CUDA_FWD_MASKED_CUH
 #define GPUKERN_CUDA_FWD_MASKED_CUH
 
+#include "../../tile/release_reads.cuh"
 #include "../mask_words.cuh"
 #include "fwd_producer.cuh"
-
-/* Releases a stage that this warp has read by ordinary loads to the copy that refills it. Without
- * the fence the loads may still be on their way when the arrival is counted: they wait while WGMMA
- * uses shared memory, for longer than the copy takes (docs/worklog/flash_attn.md). All lanes. */
-__device__ __forceinline__ void release_reads(smem_addr barrier_s) {
-    fence_proxy_async();
-    __syncwarp();
-    if (laneid() == 0) mbarrier_arrive(barrier_s);
-}
 
 /* The list of a tile's blocks of keys. An entry is 4 block + kind. */
 __device__ __forceinline__ const uint16_t *list_of(const FwdMaskParams &m, const FwdMarks &y) {
