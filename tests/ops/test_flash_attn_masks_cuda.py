@@ -374,7 +374,9 @@ def test_gradients_of_biases_of_wide_heads(dims, lengths, dtype):
             for n, y in want.items():
                 assert got[n].isfinite().all(), (name, rule, n)
                 error = (got[n].double() - y).norm()
-                assert error <= limit * max(y.norm(), 1e-2 * y.numel() ** 0.5), (name, rule, n)
+                # dsinks sums delta, whose rounding does not become smaller where its terms cancel
+                floor = (5e-2 if n == "sinks" else 1e-2) * y.numel() ** 0.5
+                assert error <= limit * max(y.norm(), floor), (name, rule, n)
             if not rule:
                 again = gradients(gk.flash_attn, math.nan, False)
                 assert all(torch.equal(got[n], again[n]) for n in ("k", "v"))

@@ -69,6 +69,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     static constexpr int BIAS = ScoresOf<Tile_>::BIAS;
     typedef BwdSmem<Tile> S;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 8;
+    static constexpr uint32_t ALL_SEEN = (1ull << 2 * N) - 1;
     static constexpr int BIAS_REGISTERS = BIAS == BWD_DISTANCE ? 2 * N + 2 : BIAS ? 2 * N : 1;
     static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128 && Tile::PAIR,
                   "dV and dK are made alike; of four blocks of 64 of d each of four warpgroups "
@@ -144,7 +145,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     /* ---- the bias ---- */
     /* Loads the bias of a step, for this warp's 16 keys; zero outside of it. Register 2 n + r has
      * the row 8 n + lane / 4 and the keys 8 r + 2 (lane % 4) and the next, relative to the warp's
-     * first; biased_weights transposes it. By distance, register 2 m + e has the distance 8 (m - N
+     * first; bias_addends transposes it. By distance, register 2 m + e has the distance 8 (m - N
      * + 1) - e, relative to that of the lane's first pair. */
     template <class Params>
     static __device__ __forceinline__ void load_bias(uint32_t (&bias)[BIAS_REGISTERS],
@@ -189,11 +190,11 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
 #pragma unroll
         for (int i = 0; i < BIAS_REGISTERS; ++i) opaque(bias[i]); /* loaded here, not later */
     }
-    /* Replaces S^T by P^T with a bias. P of a pair that the bias hides is -0. */
-    static __device__ __forceinline__ void biased_weights(float (&s)[N * 4],
-                                                          const uint32_t (&bias)[BIAS_REGISTERS],
-                                                          smem_addr lse_s, float scale_log2,
-                                                          float least) {
+    /* The addends of the exponents, bias log2(e) - lse. Clears the bits of `seen` of the pairs that
+     * the bias hides. */
+    static __device__ __forceinline__ void bias_addends(float (&w)[N * 4], uint32_t (&seen)[2],
+                                                        const uint32_t (&bias)[BIAS_REGISTERS],
+                                                        smem_addr lse_s, float least) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const uint2 lse = ld_shared_64(lse_s + n * 32);
@@ -205,15 +206,14 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                                     __uint_as_float(bias[2 * (r - n + N - 1) + 1]));
                 else
                     b = unpack2<T>(movmatrix_trans(bias[2 * n + r]));
-                float *own = s + 4 * n + 2 * r;
-                own[0] = ex2_approx_ftz(
-                    fmaf(b.x, LOG2_E, fmaf(own[0], scale_log2, -__uint_as_float(lse.x))));
-                own[1] = ex2_approx_ftz(
-                    fmaf(b.y, LOG2_E, fmaf(own[1], scale_log2, -__uint_as_float(lse.y))));
-                if (b.x <= least) own[0] = -0.f;
-                if (b.y <= least) own[1] = -0.f;
+                w[4 * n + 2 * r] = fmaf(b.x, LOG2_E, -__uint_as_float(lse.x));
+                w[4 * n + 2 * r + 1] = fmaf(b.y, LOG2_E, -__uint_as_float(lse.y));
+                if (b.x <= least) seen[r] &= ~(1u << 2 * n);
+                if (b.y <= least) seen[r] &= ~(2u << 2 * n);
             }
         }
+#pragma unroll
+        for (int i = 0; i < N * 4; ++i) opaque(w[i]); /* computed here, while S^T runs */
     }
 
     /* ---- P and dS ---- */
@@ -228,7 +228,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     static __device__ __forceinline__ void
     weigh(float (&s)[N * 4], uint32_t (&p)[N * 2], const Params &x, const BwdWork &w,
           const BwdTileOf &t, smem_addr lse_s, const uint32_t (&seen)[2],
-          const uint32_t (&bias)[BIAS_REGISTERS]) {
+          const float (&addends)[BIAS ? N * 4 : 1]) {
         const Bwd &g = x.g;
         const int row = t.i0 + laneid() % 4 * 2;
         if (MODIFIED) {
@@ -236,11 +236,16 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             modified_weights<T>(s, p, lse_s, score, w.seq, own_key(w, 0), row);
         } else {
             if (!bwd_masked<Tile> && t.edge) hide(s, w.seq, own_key(w, 0), row);
-            if constexpr (BIAS)
-                biased_weights(s, bias, lse_s, (float)g.p.rules.scale * LOG2_E, x.least);
-            else
-                weights(s, lse_s, (float)g.p.rules.scale * LOG2_E);
-            if (bwd_masked<Tile> && t.edge) {
+            const float scale_log2 = (float)g.p.rules.scale * LOG2_E;
+            if constexpr (BIAS) {
+#pragma unroll
+                for (int i = 0; i < N * 4; ++i)
+                    s[i] = ex2_approx_ftz(fmaf(s[i], scale_log2, addends[i]));
+            } else {
+                weights(s, lse_s, scale_log2);
+            }
+            const bool hides = BIAS ? (seen[0] & seen[1] & ALL_SEEN) != ALL_SEEN : t.edge != 0;
+            if (bwd_masked<Tile> && hides) {
 #pragma unroll
                 for (int i = 0; i < N * 4; ++i)
                     if (!(seen[i / 2 & 1] >> (i / 4 * 2 + i % 2) & 1)) s[i] = -0.f;
@@ -292,8 +297,8 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
 
     /* ---- the end of a step: dQ of `tile` ---- */
     /* Called when dS of step n is complete. On return no product is in flight and the next
-     * step's Q has arrived. ahead(step) loads what the next step needs from memory, before the
-     * additions. */
+     * step's Q has arrived. ahead(step), of warpgroup 0: loads what the next step needs from
+     * memory, while nothing is added. */
     template <class Ahead>
     __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps,
                                             int tile, const Ahead &ahead) {
@@ -302,6 +307,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         if (k.warpgroup == 0) { /* dV is complete: the next dO can be loaded */
             wgmma_wait_group<1>();
             if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
+            ahead(min(n + 1, steps - 1));
         }
         mbarrier_wait(k.smem_s + S::peer_full(n), n / 2 & 1);
         issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n),
@@ -310,7 +316,6 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         /* ask for the next step's Q before the additions fill the queue that the answer comes
          * through */
         k.ring().wait_full(min(n + 1, steps - 1));
-        ahead(min(n + 1, steps - 1));
         wgmma_wait_group<0>();
         wgmma_pin(dq);
         wgmma_pin(sum);
@@ -326,7 +331,10 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                                                 const BwdTileOf *tiles, int steps) {
         uint32_t bias[BIAS_REGISTERS];
         const auto ahead = [&](int n) {
-            if constexpr (BIAS) load_bias(bias, x, w, tiles[k.ring().stage(n)]);
+            if constexpr (BIAS) {
+                k.ring().wait_full(n);
+                load_bias(bias, x, w, tiles[k.ring().stage(n)]);
+            }
         };
         if (BIAS && steps > 0) ahead(0);
 #pragma unroll 1
@@ -335,16 +343,23 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             const int tile = t.tile;
             float s[N * 4];
             uint32_t p[N * 2];
-            uint32_t seen[2] = {};
+            uint32_t seen[2] = {BIAS ? ~0u : 0, BIAS ? ~0u : 0};
+            float addends[BIAS ? N * 4 : 1];
             issue_scores(s, k.smem_s + S::K_AT, k.q(n));
             if constexpr (ScoresOf<Tile>::MASK) {
                 if (t.edge) seen_by_mask(seen, x, w, t);
             } else if constexpr (BIAS) {
                 if (t.edge) seen_by_rules(seen, x, w, t);
             }
+            if constexpr (BIAS) {
+                bias_addends(addends, seen, bias, own_stats<Tile>(k.smem_s, n), x.least);
+                /* Completed long ago. Its loop ends a basic block, so that the transposes are not
+                 * moved past the wait. */
+                mbarrier_wait(k.smem_s + S::KV_FULL, 0);
+            }
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            weigh(s, p, x, w, t, own_stats<Tile>(k.smem_s, n), seen, bias);
+            weigh(s, p, x, w, t, own_stats<Tile>(k.smem_s, n), seen, addends);
             store_p(k.own_p(), s);
             bar_arrive(BAR_P, 256);
             k.o_ring().wait_full(n);
