@@ -106,6 +106,7 @@ enum {
     X(paged_attn_f32, 0, 0)                             \
     X(paged_attn_plain, 0, INVARIANT)                   \
     X(paged_latent_fp8, LATENT_8, LATENT_8 | INVARIANT) \
+    X(paged_tree_sm90a, NEW_MASK, NEW_MASK)             \
     X(paged_tree, NEW_MASK, NEW_MASK | INVARIANT | LATENT_8)
 
 #define DECLARED(name, needs, allows) extern const gk_cuda_table gk_##name##_table;
@@ -148,6 +149,7 @@ NONE(paged_attn_sm90a)
 NONE(paged_latent_sm90a)
 NONE(paged_prefill_relay_sm90a)
 NONE(paged_prefill_sm90a)
+NONE(paged_tree_sm90a)
 NONE(grouped_gemm_fp8_sm90a)
 NONE(grouped_gemm_sm90a)
 NONE(quantize_sm90a)

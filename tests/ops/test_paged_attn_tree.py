@@ -38,6 +38,7 @@ BATCHES = {
     "long": ([2500, 700], [6, 3]),
     "no old keys": ([5, 16, 33, 1], [5, 16, 33, 1]),
     "beyond 64": ([90, 200, 70], [70, 65, 66]),
+    "rows": ([300, 97, 64], [16, 16, 16]),
 }
 MODIFIERS = (
     "none",
@@ -186,6 +187,44 @@ def test_values(case, device):
         check(paged, same, mask, ragged=False, **rules)
     out = paged_attn(*paged.args(), **packed(paged), **rules, attn_mask=mask)
     assert same_bits(out, got[0])  # where lse is not wanted
+
+
+# Calls of many rows, which paged_tree_sm90a serves on Hopper in 16 bits: lengths, new tokens, heads.
+MANY = {
+    "one warpgroup": ([300, 97, 64, 1030], [16] * 4, (8, 2)),
+    "two heads": ([200, 70, 129], [40] * 3, (8, 2)),
+    "all heads": ([150, 40], [2, 2], (64, 1)),
+    "splits": ([4100], [16], (8, 2)),
+    "tiles": ([500, 290], [300, 290], (3, 3)),
+    "ragged": ([1, 200, 64, 0, 533], [1, 170, 30, 0, 33], (4, 2)),
+    "short": ([20, 33, 0, 140], [20, 33, 20, 20], (4, 2)),
+    "block ends": ([128, 144, 145, 256, 257], [16] * 5, (8, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        24,
+        batch=tuple(MANY),
+        dim=(64, 128),
+        dtype=(torch.bfloat16, torch.float16),
+        block_size=(8, 16, 24, 64),
+        mods=("none", "sinks", "kv_start"),
+        form=("tokens", "wide", "sequences"),
+        kind=("tree", "any"),
+    ),
+)
+def test_many_rows(case, device):
+    gen = generator("tree rows", case.id)
+    lengths, queries, heads = MANY[case.batch]
+    paged = make(
+        case.id, (lengths, queries), heads, (case.dim,) * 2, case.block_size, case.dtype, device
+    )
+    mask = masks_of(case.id, queries, case.form, case.kind, device)
+    rules = paged_modifiers(case.mods, len(lengths), heads, gen, case.dtype, device)
+    ragged = not even(paged)
+    check(paged, attend(paged, mask, ragged, **rules), mask, ragged=ragged, **rules)
 
 
 def chain(n):
@@ -356,14 +395,17 @@ def places(paged, b):
 
 @pytest.mark.parametrize("mods", ("none", "kv_start_all", "alibi", "kv_start_alibi"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_hidden_new_keys_never_show(dtype, mods, device):
+@pytest.mark.parametrize("new", ([6, 7, 6], [17, 40, 17]), ids=("few", "many"))
+@pytest.mark.parametrize("dim", (64, 128))
+def test_hidden_new_keys_never_show(dim, new, dtype, mods, device):
     """NaN and infinity in a new key show in the rows that see it, and in no others."""
     gen = generator("hidden", dtype, mods)
-    paged = make("hidden", ([40, 12, 70], [6, 7, 6]), (4, 2), (64, 64), 8, dtype, device)
+    batch = ([40, 5 + new[1], 170], new)
+    paged = make("hidden", batch, (4, 2), (dim, dim), 8, dtype, device)
     rules = paged_modifiers(mods, 3, (4, 2), gen, dtype, device) | {"kv_start": None}
     mask = masks_of("hidden", paged.queries, "tokens", "tree", device)
     mask[:, 3] = False  # nobody sees the fourth new token
-    mask[6 + 3] = False  # and one row sees none
+    mask[new[0] + 3] = False  # and one row sees none
     before = attend(paged, mask, **rules)
     for value in (math.nan, math.inf, -math.inf):
         for b in range(3):
@@ -372,7 +414,7 @@ def test_hidden_new_keys_never_show(dtype, mods, device):
         assert all(map(same_bits, attend(paged, mask, **rules), before))
     mask[-1, 3] = True
     after = attend(paged, mask, **rules)
-    seen = "window_left" not in rules or rules["window_left"] > 2
+    seen = rules.get("window_left", new[-1]) > new[-1] - 4
     assert after[0][-1].isnan().any() == seen
     assert all(same_bits(x[:-1], y[:-1]) for x, y in zip(after, before))
 
@@ -564,8 +606,8 @@ def test_contents_are_reported(name, mods):
 # compilers and graphs
 
 
-def compiled_case(key, device, ragged, mods, dtype=torch.bfloat16):
-    paged = make(key, "ragged" if ragged else "verify", (4, 2), (64, 64), 16, dtype, device)
+def compiled_case(key, device, ragged, mods, dtype=torch.bfloat16, even="verify"):
+    paged = make(key, "ragged" if ragged else even, (4, 2), (64, 64), 16, dtype, device)
     mask = masks_of(key, paged.queries, "tokens", "tree", device)
     rules = paged_modifiers(mods, len(paged.lengths), (4, 2), generator(key), dtype, device)
     return paged, mask, (packed(paged) if ragged else {}) | rules
@@ -604,10 +646,10 @@ def test_compile_serves_other_lengths(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mods", ("none", "kv_start_all", "kv_start_alibi"))
-@pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
-def test_capture(ragged, mods):
+@pytest.mark.parametrize("batch", ("verify", "ragged", "rows"))
+def test_capture(batch, mods):
     """One captured graph serves other lengths, pages and masks."""
-    paged, mask, rules = compiled_case("capture", "cuda", ragged, mods)
+    paged, mask, rules = compiled_case("capture", "cuda", batch == "ragged", mods, even=batch)
     args = [x.clone() for x in paged.args()]
 
     def call():
@@ -652,20 +694,32 @@ def test_launches(ragged):
 
 
 @pytest.mark.gpu
+def test_launches_of_many_rows():
+    """As many as the call with the causal rule, one of them with another kernel."""
+    paged, mask, _ = compiled_case("launches", "cuda", False, "none", even="rows")
+    names = launches(lambda: paged_attn(*paged.args(), attn_mask=mask))
+    causal = launches(lambda: paged_attn(*paged.args()))
+    assert len(names) == len(causal) and sum("paged_tree_sm90a" in n for n in names) == 1, names
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dtype, stored, dim, kernel",
+    "dtype, stored, dim, batch, kernel",
     (
-        (torch.bfloat16, None, 128, "paged_tree_mma_bf16"),
-        (torch.float16, None, 72, "paged_tree_mma_f16"),
-        (torch.bfloat16, torch.float8_e4m3fn, 128, "paged_tree_mma_bf16"),
-        (torch.bfloat16, torch.int8, 72, "paged_tree_bf16"),
-        (torch.float32, None, 64, "paged_tree_f32"),
-        (torch.float64, None, 64, "paged_tree_f64"),
+        (torch.bfloat16, None, 128, "verify", "paged_tree_mma_bf16"),
+        (torch.bfloat16, None, 128, "rows", "paged_tree_sm90a_bf16_d128"),
+        (torch.float16, None, 64, "rows", "paged_tree_sm90a_f16_d64"),
+        (torch.bfloat16, None, 72, "rows", "paged_tree_mma_bf16"),
+        (torch.float16, None, 72, "verify", "paged_tree_mma_f16"),
+        (torch.bfloat16, torch.float8_e4m3fn, 128, "rows", "paged_tree_mma_bf16"),
+        (torch.bfloat16, torch.int8, 72, "verify", "paged_tree_bf16"),
+        (torch.float32, None, 64, "rows", "paged_tree_f32"),
+        (torch.float64, None, 64, "verify", "paged_tree_f64"),
     ),
     ids=str,
 )
-def test_kernel(dtype, stored, dim, kernel):
-    paged = make("kernel", "verify", (4, 2), (dim, dim), 16, dtype, "cuda")
+def test_kernel(dtype, stored, dim, batch, kernel):
+    paged = make("kernel", batch, (4, 2), (dim, dim), 16, dtype, "cuda")
     if stored is not None:
         paged.k_cache, paged.v_cache = paged.k_cache.to(stored), paged.v_cache.to(stored)
     mask = masks_of("kernel", paged.queries, "tokens", "tree", "cuda").view(torch.uint8)

@@ -19,10 +19,7 @@
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"
-#include "../forward/fwd_pages.cuh"
-#include "../kv.cuh"
-#include "paged_tiles.h"
-#include "prefill_tiles.h"
+#include "prefill_launch.cuh"
 
 namespace {
 
@@ -70,30 +67,6 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------- */
-/* The TMA shape of a cache: columns of a panel, keys, panels, heads, pages. */
-TensorShape pages_shape(const gk_tensor &t) {
-    TensorShape x = {};
-    x.data = t.data;
-    x.dtype = t.dtype;
-    x.size[0] = 64;
-    x.size[1] = t.shape[1];
-    x.size[2] = t.shape[3] / 64;
-    x.size[3] = t.shape[2];
-    x.size[4] = t.shape[0];
-    x.stride[1] = t.stride[1];
-    x.stride[2] = 64;
-    x.stride[3] = t.stride[2];
-    x.stride[4] = t.stride[0];
-    return x;
-}
-
-/* log2 of the keys of a box: the largest power of 2 that divides a page, at most a tile. */
-int box_log2(int64_t block_size, int bkv) {
-    int n = 3;
-    while (1 << n < bkv && block_size % (2 << n) == 0) ++n;
-    return n;
-}
-
 /* An instance's key. */
 struct PrefillKey {
     enum {
@@ -110,74 +83,24 @@ bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *a
     const bool modified = r.softcap > 0 || r.alibi_slopes, late = r.window_left >= 0 || r.kv_start;
     const bool to_right = a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0,
                causal = prefill_is_causal(a);
-    if (a->k_cache.dtype != a->q.dtype || a->q.shape[2] != Tile::HEAD_DIM ||
-        a->v_cache.shape[3] != Tile::HEAD_DIM ||
-        modified != (instance->key[PrefillKey::MODIFIED] != 0) || a->k_cache.shape[1] % 8 != 0 ||
-        a->k_cache.shape[0] >= INT32_MAX || a->k_cache.shape[2] == 0 ||
-        a->q.shape[0] * a->q.shape[1] > INT32_MAX || (to_right && !causal) ||
-        (r.alibi_slopes && late && !causal) || !plain_scores(r) || a->k_scale || a->v_scale ||
-        !in_32_bits(a->block_table))
+    if (modified != (instance->key[PrefillKey::MODIFIED] != 0) || (to_right && !causal) ||
+        (r.alibi_slopes && late && !causal))
         return false;
-    const gk_flash_attn_args flash = as_flash(a);
-    if (!tensor_map_fits(attn_shape(flash.q)) || !tensor_map_fits(attn_shape(flash.out)) ||
-        !tensor_map_fits(pages_shape(a->k_cache)) || !tensor_map_fits(pages_shape(a->v_cache)) ||
-        !smem_fits(ctx, instance->key[PrefillKey::SMEM]))
-        return false;
-    PrefillParams &x = gk_own<PrefillParams>(to) = {};
-    x.f = fwd_hopper_params<Tile>(ctx, &flash);
-    x.f.reads = true;
-    as_paged(&x.f.fwd.problem, a);
-    x.pages = prefill_pages(a);
-    x.f.box_log2 = box_log2(a->k_cache.shape[1], late ? PREFILL_LATE_BOX : Tile::BKV);
-    fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, fwd_blocks(x.f.fwd) / x.f.tile_heads, to);
-    return true;
-}
-
-/* Merges the splits. A row of a split is one head of one token, packed or not. Then clears the
- * tokens that belong to no sequence. */
-template <class T> gk_status finish(const char *op, const gk_context *ctx, const FwdParams &f) {
-    const Problem &p = f.problem;
-    if (f.splits > 1 && f.split_rows > 0) {
-        SplitCombine c = {};
-        c.out_splits = f.out_splits;
-        c.lse_splits = f.lse_splits;
-        c.splits = f.splits;
-        c.rows = f.split_rows;
-        c.head_dim_v = p.head_dim_v;
-        c.out = (void *)p.out.data;
-        c.lse = (float *)p.lse.data;
-        c.sinks = p.rules.sinks;
-        c.sinks_dtype = p.rules.sinks_dtype;
-        c.sink_z = p.rules.sink_head;
-        c.size_y = (int)(f.split_rows / p.heads_q);
-        c.size_z = p.heads_q;
-        c.out_y = p.out.row;
-        c.out_z = p.out.head;
-        const gk_status status = split_combine(op, ctx, element<T>::dtype, c);
-        if (status != GK_OK) return status;
-    }
-    return clear_unowned<T>(op, ctx, p);
+    return prefill_plan<Tile>(ctx, a, instance->key[PrefillKey::SMEM], to);
 }
 
 template <class T, class Tile, bool MODIFIED>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static const char op[] = "gk_paged_attn";
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    const gk_flash_attn_args flash = as_flash(a);
     PrefillParams x = gk_own<PrefillParams>(plan);
     if (a->q.shape[0] == 0 || a->q.shape[1] == 0) return GK_OK;
-    fwd_place(&x.f.fwd, workspace);
-    const smem_box pages = wgmma_box(2, 1 << x.f.box_log2);
-    gk_status status = make_tensor_map(op, attn_shape(flash.q), q_box<Tile>(x.f), &x.f.q);
-    if (status == GK_OK) status = make_tensor_map(op, pages_shape(a->k_cache), pages, &x.f.k);
-    if (status == GK_OK) status = make_tensor_map(op, pages_shape(a->v_cache), pages, &x.f.v);
-    if (status == GK_OK)
-        status = make_tensor_map(op, attn_shape(flash.out), wgmma_box(2, 16), &x.f.out);
+    gk_status status = prefill_place<Tile>(op, a, workspace, &x);
     if (status != GK_OK) return status;
     status = launch<paged_prefill_sm90a_kernel<T, Tile, MODIFIED>>(
         op, ctx, dim3((unsigned)x.f.schedule.blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, x,
         true);
-    return status == GK_OK ? finish<T>(op, ctx, x.f.fwd) : status;
+    return status == GK_OK ? prefill_finish<T>(op, ctx, x.f.fwd) : status;
 }
 
 #define ROW(NAME, DTYPE, T, TILE, MODIFIED)         \
@@ -198,14 +121,10 @@ const gk_cuda_instance instances[] = {ROWS("bf16_d64", GK_BF16, __nv_bfloat16, F
 #undef ROWS
 #undef ROW
 
-/* Serves calls with many tokens a sequence, on average if the call is packed. If it is not packed,
- * many rows of a kv head suffice. */
+/* Serves calls with many rows. */
 bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    const int64_t batch = a->seq_lens.shape[0], tokens = paged_seq_q(a),
-                  group = a->k_cache.shape[2] ? a->q.shape[1] / a->k_cache.shape[2] : 1;
-    const bool many = tokens >= PREFILL_TOKENS && a->q.shape[0] >= batch * PREFILL_TOKENS;
-    if (!many && (a->cu_seqlens_q || tokens * group < PREFILL_ROWS)) return false;
+    if (!prefill_has_many(a)) return false;
     for (const gk_cuda_instance &instance : instances) {
         if (instance.dtype != a->q.dtype || !instance.plan(&instance, ctx, args, to)) continue;
         to->kernel = &instance;

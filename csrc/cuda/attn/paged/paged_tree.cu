@@ -209,16 +209,6 @@ __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
                                        : code_value(STORED, ((const uint8_t *)cache.data)[at]);
 }
 
-/* True if one of eight 16-bit elements is infinite or NaN, that is, if all bits of its exponent are
- * set. One more at the exponent's last bit then carries into the sign. */
-template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
-    constexpr uint32_t exponent = element<T>::dtype == GK_BF16 ? 0x7f807f80u : 0x7c007c00u,
-                       one = element<T>::dtype == GK_BF16 ? 0x00800080u : 0x04000400u;
-    const uint32_t carried = ((x.x & exponent) + one) | ((x.y & exponent) + one) |
-                             ((x.z & exponent) + one) | ((x.w & exponent) + one);
-    return carried & 0x80008000u;
-}
-
 /* Rows g = lane / 4 and g + 8 of the tile belong to the four lanes of a quad, t = lane % 4.
  *
  *  Q K^T  The sum over columns may take them in any order. Lane t of a quad loads the eight of each
@@ -488,18 +478,12 @@ struct Inner {
 /* ---- 5. launcher and table ------------------------------------------------------------------- */
 TreeParams params_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     TreeParams x = {};
-    const gk_tensor &mask = *gk_paged_mask_of(a);
     gk_paged_attn_args call = *a;
     call.rules.is_causal = 0;
     x.p = paged_of(ctx, &call);
     x.left = (int)gk_min_i64(x.p.rules.left, SPAN_FAR);
     x.right = (int)gk_min_i64(x.p.rules.right, SPAN_FAR);
-    x.mask.data = (const uint8_t *)mask.data;
-    x.mask.by_sequence = mask.ndim == 3;
-    x.mask.sequence = mask.ndim == 3 ? mask.stride[0] : 0;
-    x.mask.row = mask.stride[mask.ndim - 2];
-    x.mask.column = mask.stride[mask.ndim - 1];
-    x.mask.columns = (int)gk_min_i64(mask.shape[mask.ndim - 1], INT32_MAX);
+    x.mask = new_mask_of(a);
     x.stored = a->k_cache.dtype;
     if (gk_is_code(a->k_cache.dtype)) {
         x.p.k_scale = x.p.v_scale = NULL;

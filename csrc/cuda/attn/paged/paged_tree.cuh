@@ -27,6 +27,28 @@ struct NewMask { /* bytes, not 0: the token is seen */
     bool by_sequence; /* [B, S, S] */
 };
 
+inline NewMask new_mask_of(const gk_paged_attn_args *a) {
+    const gk_tensor &mask = *gk_paged_mask_of(a);
+    NewMask m = {};
+    m.data = (const uint8_t *)mask.data;
+    m.by_sequence = mask.ndim == 3;
+    m.sequence = mask.ndim == 3 ? mask.stride[0] : 0;
+    m.row = mask.stride[mask.ndim - 2];
+    m.column = mask.stride[mask.ndim - 1];
+    m.columns = (int)gk_min_i64(mask.shape[mask.ndim - 1], INT32_MAX);
+    return m;
+}
+
+/* True if one of eight 16-bit elements is infinite or NaN, that is, if all bits of its exponent are
+ * set. One more at the exponent's last bit then carries into the sign. */
+template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
+    constexpr uint32_t exponent = element<T>::dtype == GK_BF16 ? 0x7f807f80u : 0x7c007c00u,
+                       one = element<T>::dtype == GK_BF16 ? 0x00800080u : 0x04000400u;
+    const uint32_t carried = ((x.x & exponent) + one) | ((x.y & exponent) + one) |
+                             ((x.z & exponent) + one) | ((x.w & exponent) + one);
+    return carried & 0x80008000u;
+}
+
 struct TreeParams {
     Paged p; /* of the call: out, lse; rules without is_causal */
     NewMask mask;
