@@ -102,7 +102,10 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
         __syncwarp();
     }
 
-    __device__ __forceinline__ void all(const FwdTile *tiles) const {
+    /* Loads tile after tile. loaded(t, step, j) is called behind the copies of the tile's step j.
+     */
+    template <class Loaded>
+    __device__ __forceinline__ void all(const FwdTile *tiles, const Loaded &loaded) const {
         const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
         int n = 0, step = 0; /* step: key blocks of earlier tiles */
         described.wait_full(0);
@@ -112,7 +115,10 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
             const FwdTile &t = tiles[n % S::TILE_STAGES];
 #pragma unroll 1
             for (int j = 0; j <= t.steps.blocks; ++j) {
-                if (j < t.steps.blocks) load(t, step + j, block_at<MODIFIED>(t, j));
+                if (j < t.steps.blocks) {
+                    load(t, step + j, block_at<MODIFIED>(t, j));
+                    loaded(t, step + j, j);
+                }
                 if (OF_K && !AHEAD && j == 0) load_its_q(tiles, n);
                 if (OF_K && AHEAD && j == min(2, t.steps.blocks)) {
                     unsigned then = n + 1;
@@ -129,6 +135,9 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
             if (!OF_K || !AHEAD) described.wait_full(n + 1);
         }
         if (OF_K && !AHEAD) load_its_q(tiles, n); /* signals the end to the consumers */
+    }
+    __device__ __forceinline__ void all(const FwdTile *tiles) const {
+        all(tiles, [](const FwdTile &, int, int) {});
     }
 };
 

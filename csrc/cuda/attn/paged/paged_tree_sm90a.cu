@@ -28,8 +28,8 @@
  * the block's words, on which the product with V depends. The consumers then add these rows to the
  * queries that see them, one by one. The bits of a row therefore do not depend on hidden keys.
  *
- * Not handled, served by paged_tree: few rows (prefill_has_many), head_dim other than 64 and 128,
- * windows, softcap, 8-bit pages, batch_invariant, pages that are not a multiple of 8 keys. */
+ * Not handled, served by paged_tree: calls without prefill_has_many, head_dim other than 64 and
+ * 128, windows, softcap, 8-bit pages, batch_invariant, pages that are not a multiple of 8 keys. */
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"
 #include "paged_tree.cuh"
@@ -180,6 +180,13 @@ __device__ __forceinline__ bool zero_spoilt(const FwdTile &t, int block, smem_ad
     return any;
 }
 
+/* The barrier by which warp 3 tells warp 2 that the copies of a partial block's V are on their way.
+ * A wait for a phase that is not the next one would return at once. V of the same stage two steps
+ * later waits for the words of this block, so there is no second arrival before the warp has
+ * waited.
+ */
+__device__ __forceinline__ int v_copied(int step) { return 8 + (step & 1); }
+
 /* Hands out the words of partial blocks, tile after tile. One warp. */
 template <class T, class Tile>
 __device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, FwdTile *tiles,
@@ -206,6 +213,7 @@ __device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, FwdTi
             ring.wait_empty(taken);
             write_words<Tile>(x, t, j, smem_s + S::WORDS_AT + ring.stage(taken) * S::WORDS_BYTES);
             const int step = (int)ld_shared_32(steps_s) + j;
+            bar_sync(v_copied(step), 64);
             v.wait_full(step);
             if (zero_spoilt<T, Tile>(t, j, smem_s + S::V_AT + v.stage(step) * S::V::bytes)) {
                 spoilt_of<Tile>(t) = 1;
@@ -332,6 +340,7 @@ __device__ __forceinline__ void consume_trees(const TreePrefillParams &a, smem_a
     typedef Smem<Tile> S;
     typedef Consumer<T, Tile, false> C;
     static_assert(C::AHEAD && C::PACK_LATE && !C::LEADS, "weights stay in w behind a block");
+    static_assert(Tile::STAGES == 2, "v_copied");
     const FwdHopperParams &x = a.prefill.f;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
@@ -391,7 +400,10 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                             PageLoader<Tile, false, true>{a, smem_s}.all(tiles);
                         } else if (warp == 3) {
                             griddepcontrol_wait();
-                            PageLoader<Tile, false, false>{a, smem_s}.all(tiles);
+                            PageLoader<Tile, false, false>{a, smem_s}.all(
+                                tiles, [](const FwdTile &t, int step, int j) {
+                                    if (is_partial(t, j)) bar_arrive(v_copied(step), 64);
+                                });
                         } else {
                             griddepcontrol_wait();
                             check_prefill(a);
