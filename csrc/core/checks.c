@@ -337,8 +337,8 @@ static gk_status refuse_head_dim(const char *name, gk_device device, int64_t d, 
 }
 
 enum {
-    MOST_HEAD_DIM = 512, /* of flash_attn */
-    MOST_CODES_DIM = 256 /* of flash_attn on CUDA if q, k and v are e4m3 codes */
+    MOST_HEAD_DIM = GK_CACHE_HEAD_DIM, /* of flash_attn: a latent row fits, as in paged_attn */
+    MOST_CODES_DIM = 256               /* of flash_attn on CUDA if q, k and v are e4m3 codes */
 };
 
 bool gk_serves_head_dim(gk_device device, int64_t d) {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""head_dim 512, as in Gemma's global layers: forward, backward, masks, packed and paged calls beside
-float64.
+"""head_dim 512, as in Gemma's global layers, and 576 with values of 512, as in dense latent
+attention: forward, backward, masks, packed and paged calls beside float64.
 
 On CUDA 16-bit calls without a mask, a bias or dropout run on tensor cores: on Hopper by
-flash_attn_fwd_wide_sm90a, backward by products (flash_attn_bwd_gemms). Plain kernels serve the
-others. On a machine without a GPU the CUDA half is not run, except for the checks.
+flash_attn_fwd_wide_sm90a up to 512, backward by products (flash_attn_bwd_gemms). Plain kernels
+serve the others. On a machine without a GPU the CUDA half is not run, except for the checks.
 """
 
 import functools
@@ -30,7 +30,7 @@ from conftest import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-DIMS = ((512, 512), (512, 256), (320, 512))
+DIMS = ((512, 512), (512, 256), (320, 512), (576, 512))
 ROWS, KEYS = 70, 83
 
 
@@ -253,15 +253,15 @@ def test_paged(batch, dtype, device):
 
 
 def test_what_the_devices_serve():
-    dims = (252, 256, 264, 511, 512, 513, 520)
-    assert [d for d in dims if ops.serves_head_dim(d, False)] == [252, 256, 264, 511, 512]
-    assert [d for d in dims if ops.serves_head_dim(d, True)] == [256, 264, 512]
+    dims = (252, 256, 264, 511, 512, 513, 575, 576, 577, 584)
+    assert [d for d in dims if ops.serves_head_dim(d, False)] == [*dims[:-2]]
+    assert [d for d in dims if ops.serves_head_dim(d, True)] == [256, 264, 512, 576]
 
 
-@pytest.mark.parametrize("head_dim", (252, 520))
+@pytest.mark.parametrize("head_dim", (252, 584))
 def test_what_cuda_refuses(head_dim):
     """By the same check on fake tensors, which need no GPU."""
-    law = f"q has head_dim {head_dim}; supported on CUDA are multiples of 8 from 8 to 512"
+    law = f"q has head_dim {head_dim}; supported on CUDA are multiples of 8 from 8 to 576"
     with FakeTensorMode():
         dense, packed = (
             torch.empty(shape, device="cuda") for shape in ((1, 2, 4, head_dim), (4, 2, head_dim))

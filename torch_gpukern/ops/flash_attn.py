@@ -72,7 +72,7 @@ def flash_attn(
         k: [B, Hkv, Sk, D], q's dtype. Hq is a multiple of Hkv; query head h reads kv head
             ``h // (Hq / Hkv)``.
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
-            is copied first. D and Dv: 1 to 512, on CUDA multiples of 8 (codes there: up to 256).
+            is copied first. D and Dv: 1 to 576, on CUDA multiples of 8 (codes there: up to 256).
         is_causal: query i sees keys ``j <= i + diagonal`` only.
         scale: factor of the scores, finite, `|scale| <= 1e38` unless q is float64. None is
             1 / sqrt(D).

@@ -117,8 +117,7 @@ def paged_attn(
             as without it. In [T, S], S is at least the new tokens of every sequence, and further
             columns are not read. [B, S, S] has a row for each new token of each sequence. Old and
             new keys are read by two passes, so a result has one more rounding to q's dtype. Not
-            beside prefix. With alibi_slopes, head_dim is that of `flash_attn`, and batch_invariant
-            is refused.
+            beside prefix. With alibi_slopes, batch_invariant is refused.
         return_lse: return ``(out, lse)``.
 
     Returns:

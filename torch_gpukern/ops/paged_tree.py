@@ -36,8 +36,6 @@ from .op import Op
 
 __all__ = ["Tree", "check_mask"]
 
-_MAX_HEAD_DIM = 512  # of flash_attn
-
 
 class _Tokens(NamedTuple):
     """The query tokens of a call and the keys of their sequences, int64."""
@@ -372,14 +370,6 @@ def _with_alibi(
         raise ValueError(
             "paged_attn: alibi_slopes is given with attn_mask and batch_invariant; flash_attn, "
             "which then serves the new tokens, is not batch-invariant: leave out one of the three"
-        )
-    for head_dim in (q.shape[2], given["v_cache"].shape[3]):
-        _require(
-            head_dim <= _MAX_HEAD_DIM,
-            lambda head_dim=head_dim: (
-                f"with alibi_slopes needs a head_dim of at most {_MAX_HEAD_DIM}, got {head_dim}; "
-                "leave out one of the two"
-            ),
         )
     if slopes.dim() == 2:
         slopes = slopes[sequence]

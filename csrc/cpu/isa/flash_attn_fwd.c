@@ -15,6 +15,7 @@
  * Dropout: V^T multiplies the kept elements of P^T alone. The factor 1 / (1 - p) is applied
  * together with 1 / l.
  * Not served: float64 (ref/), keys in pages (paged_attn.c). */
+#include "../../core/paged.h"
 #include "attn_tile.h"
 
 /* ---- a block with a mask or a bias ------------------------------------------------------------
@@ -82,7 +83,7 @@ INLINE void strip_add_keys(float *o, const cell *p, const attn_job *job, const a
 INLINE void attn_block_masked(const attn_job *job, attn_lanes *lanes, const attn_keys *keys,
                               const attn_seq *seq, int64_t b, int64_t h_kv, int64_t first,
                               float scale, float v_scale, char *scratch) {
-    static const char zeros[4 * 512]; /* a row of any head_dim */
+    static const char zeros[4 * GK_CACHE_HEAD_DIM]; /* a row of any head_dim */
     const attn_scratch x = attn_scratch_at(scratch, job);
     const attn_scores *scores = job->scores;
     const int64_t head_dim = job->head_dim, head_dim_v = job->head_dim_v, last = lanes->count - 1;

@@ -20,6 +20,7 @@
 #ifndef GPUKERN_CUDA_BWD_PLAIN_CUH
 #define GPUKERN_CUDA_BWD_PLAIN_CUH
 
+#include "../../../core/paged.h"
 #include "bwd.cuh"
 #include "../drop.cuh"
 #include "../scores.cuh"
@@ -30,7 +31,7 @@ namespace {
 
 /* NARROW, WIDE: the largest head_dims of the two instances of each kernel. checks.c lets no larger
  * one through. */
-constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, NARROW = 256, WIDE = 512;
+constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, NARROW = 256, WIDE = GK_CACHE_HEAD_DIM;
 
 struct BwdPlain : Dropping<Bwd> {
     Scores scores;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_gemms: the gradients of attention as products of gemm, with the scores in memory,
- * for head_dim, of q or of v, from 257 to 512. The equations are in bwd.cuh. For a chunk of rows of
+ * for head_dim, of q or of v, above 256. The equations are in bwd.cuh. For a chunk of rows of
  * queries, and then for the keys:
  *
  *  1. S = Q K^T        float32, gemm

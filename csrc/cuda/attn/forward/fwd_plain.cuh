@@ -13,13 +13,14 @@
  *
  * Work split: a block takes WARPS rows of one head. A step takes 32 keys. For the scores a lane
  * owns one key; for the values it owns columns lane, lane + 32, and so on. Shared memory: q of each
- * warp, [WARPS][DIM]. There are instances of the kernel for DIM 256 and 512.
+ * warp, [WARPS][DIM]. There are instances of the kernel for DIM 256 and 576.
  *
  * This kernel is not tuned for speed. */
 #ifndef GPUKERN_CUDA_FWD_PLAIN_CUH
 #define GPUKERN_CUDA_FWD_PLAIN_CUH
 
 #include "gpukern.h"
+#include "../../../core/paged.h"
 #include "../../tile/reduce.cuh"
 #include "../drop.cuh"
 #include "fwd_rows.cuh"
@@ -31,7 +32,7 @@ namespace {
 /* warps share nothing, so any block size that fills an SM serves */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 /* The largest head_dims of the two instances. checks.c lets no larger one through. */
-constexpr int NARROW = 256, WIDE = 512;
+constexpr int NARROW = 256, WIDE = GK_CACHE_HEAD_DIM;
 
 struct Params {
     Problem problem;
