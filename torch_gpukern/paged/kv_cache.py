@@ -56,12 +56,16 @@ class PagedKVCache(Bookkeeping, KVPages):
     Args:
         num_blocks: pages in the pool, for all sequences together.
         block_size: tokens in a page.
-        heads_kv: heads of k and v.
-        head_dim: width of a key.
+        heads_kv: heads of k and v. Not with `latent`.
+        head_dim: width of a key. Not with `latent`.
         layers: layers that share the block tables.
-        head_dim_v: width of a value; None is head_dim.
+        head_dim_v: width of a value; None is head_dim. Not with `latent`.
+        latent: the widths of a row of latent attention (MLA), (512, 64) in DeepSeek's models: the
+            compressed keys and values, and the part of the keys that carries the rotary position.
+            A row is then stored once: v is a view of the first columns of k.
         dtype: dtype of the pages: float32, bfloat16, float16 or float64, or the 8-bit
-            float8_e4m3fn, float8_e5m2 or int8; None is torch's default dtype.
+            float8_e4m3fn, float8_e5m2 or int8; None is torch's default dtype. Latents (512, 64) in
+            8 bits are torch.uint8, rows of 656 bytes that hold their own scales.
         device: device of the pages and of every tensor that is returned; None is torch's default
             device.
         k_scale: for 8-bit pages, the factor from a stored code to the key, float32: [] or
@@ -72,35 +76,55 @@ class PagedKVCache(Bookkeeping, KVPages):
 
     Attributes:
         k: [layers, num_blocks, block_size, heads_kv, head_dim]; ``k[i]`` is the k_cache of layer i
-            for `paged_attn`.
-        v: [layers, num_blocks, block_size, heads_kv, head_dim_v].
+            for `paged_attn`. With latents [layers, num_blocks, block_size, 1, sum of the widths],
+            in uint8 [.., 656].
+        v: [layers, num_blocks, block_size, heads_kv, head_dim_v]. With latents ``k[..., :512]``.
         k_scale, v_scale: as given.
+        latent: as given.
+        nbytes: the bytes of all pages.
 
     Raises:
-        ValueError: a size below 1, another dtype, or a scale whose shape, dtype or device is wrong.
+        ValueError: a size below 1 or missing, another dtype, heads or scales beside latents, or a
+            scale whose shape, dtype or device is wrong.
     """
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        heads_kv: int,
-        head_dim: int,
+        heads_kv: int | None = None,
+        head_dim: int | None = None,
         *,
         layers: int = 1,
         head_dim_v: int | None = None,
+        latent: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        sizes = {
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "heads_kv": heads_kv,
-            "head_dim": head_dim,
-        }
+        sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": block_size}
+        if latent is not None:
+            given = {"heads_kv": heads_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
+            given |= {"k_scale": k_scale, "v_scale": v_scale}
+            wrong = [name for name, x in given.items() if x is not None]
+            if wrong:
+                raise ValueError(
+                    f"PagedKVCache: {wrong[0]} is given beside latent; a row of latents has one "
+                    f"head and the widths of latent, and holds its own scales: leave it out"
+                )
+            if not isinstance(latent, (tuple, list)) or len(latent) != 2:
+                raise ValueError(
+                    f"PagedKVCache: latent is {latent!r}; expected two widths, such as (512, 64)"
+                )
+            latent = index(latent[0]), index(latent[1])
+            sizes |= {"latent[0]": latent[0], "latent[1]": latent[1]}
+            heads_kv, head_dim, head_dim_v = 1, sum(latent), latent[0]
+        for name, size in (("heads_kv", heads_kv), ("head_dim", head_dim)):
+            if size is None:
+                raise ValueError(f"PagedKVCache: {name} is missing; expected a size, or latent")
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes |= {"heads_kv": heads_kv, "head_dim": head_dim}
         sizes |= {"layers": layers, "head_dim_v": head_dim_v}
         for name, size in sizes.items():
             if index(size) < 1:
@@ -118,22 +142,29 @@ class PagedKVCache(Bookkeeping, KVPages):
             dtype,
             device,
             *scales,
+            latent,
         )
         Bookkeeping.__init__(self, num_blocks, block_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        return as_bytes({name: x for name, x in self.__dict__.items() if name != "_lock"})
+        left = ("_lock",) if self.latent is None else ("_lock", "v")  # v is a view of k
+        return as_bytes({name: x for name, x in self.__dict__.items() if name not in left})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(as_codes(state))
+        if self.latent is not None:
+            self.v = self.k[..., : self.latent[0]]
         self._lock = RLock()
 
     def __repr__(self) -> str:
         layers, blocks, size, heads, dim = self.k.shape
+        form = f"{heads} heads, head_dim {dim}"
+        if self.latent is not None:
+            form = f"latents {self.latent[0]} + {self.latent[1]}"
         return (
             f"PagedKVCache({len(self.sequences)} sequences, {blocks - self.free_blocks} of "
-            f"{blocks} pages of {size} tokens used, {layers} layers, {heads} heads, "
-            f"head_dim {dim}, {self.k.dtype}, {self.k.device})"
+            f"{blocks} pages of {size} tokens used, {layers} layers, {form}, "
+            f"{self.k.dtype}, {self.k.device})"
         )
 
     @alone
@@ -166,7 +197,7 @@ class PagedKVCache(Bookkeeping, KVPages):
         Args:
             sequences: B different handles.
             k: [T, heads_kv, head_dim] of the only layer, or [layers, T, heads_kv, head_dim]; tokens
-                in the order of the sequences.
+                in the order of the sequences. With latents, both parts as in `write`.
             v: [T, heads_kv, head_dim_v] or [layers, T, heads_kv, head_dim_v].
             counts: new tokens of each sequence, or one number for all; they add up to T.
 

@@ -5,14 +5,17 @@ nothing of sequences."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops import kv_cache_write, rope_kv_write
+from ..ops import kv_cache_write, kv_cache_write_latent, rope_kv_write
 from .scales import CODES, layer_scale, of_layers
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+LATENT_ROW = 512, 64  # the widths that rows of 656 bytes have (csrc/include/gpukern_latent.h)
+LATENT_BYTES = 656
 
 
 class KVPages:
@@ -20,8 +23,9 @@ class KVPages:
 
     Attributes:
         k: [layers, num_blocks, block_size, heads_kv, head_dim].
-        v: [layers, num_blocks, block_size, heads_kv, head_dim_v].
+        v: [layers, num_blocks, block_size, heads_kv, head_dim_v]. With latents, a view of k.
         k_scale, v_scale: of 8-bit pages, as `PagedKVCache` takes them.
+        latent: the widths of the latent and of the rotary part of a row, or None.
     """
 
     def __init__(
@@ -36,26 +40,53 @@ class KVPages:
         device: torch.device | str | None,
         k_scale: Tensor | None,
         v_scale: Tensor | None,
+        latent: tuple[int, int] | None = None,
     ) -> None:
-        if dtype not in DTYPES + CODES:
+        self.latent = latent
+        dtypes = DTYPES + CODES
+        if latent is not None:
+            dtypes = (*DTYPES, torch.uint8) if latent == LATENT_ROW else DTYPES
+        if dtype not in dtypes:
+            of = "" if latent is None else f" of latents {latent}"
             raise ValueError(
-                f"PagedKVCache: dtype is {dtype}; expected one of "
-                f"{', '.join(map(str, DTYPES + CODES))}"
+                f"PagedKVCache: dtype{of} is {dtype}; expected one of {', '.join(map(str, dtypes))}"
             )
         shape = index(layers), index(num_blocks), index(block_size), heads_kv
+        if dtype == torch.uint8:
+            head_dim = LATENT_BYTES
         # Slots without a token are never read, so they need no zeros. Tensors that are made outside
         # inference_mode work inside and outside it.
         with torch.inference_mode(False):
             self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-            self.v = torch.empty(*shape, head_dim_v, dtype=dtype, device=device)
+            if latent is None:
+                self.v = torch.empty(*shape, head_dim_v, dtype=dtype, device=device)
+            else:
+                self.v = self.k[..., : latent[0]]
         self.k_scale = of_layers("k_scale", k_scale, self.k)
         self.v_scale = of_layers("v_scale", v_scale, self.v)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all pages, without their scales."""
+        return sum(x.numel() * x.element_size() for x in self._pages())
+
+    def _pages(self) -> tuple[Tensor, ...]:
+        """The tensors that hold the pages, each once."""
+        return (self.k, self.v) if self.latent is None else (self.k,)
+
     def write(self, k: Tensor, v: Tensor, slots: Tensor, layer: int = 0) -> None:
         """Writes new keys k [T, heads_kv, head_dim] and values v [T, heads_kv, head_dim_v] of one
-        layer at `slots` [T], as `kv_cache_write`.
+        layer at `slots` [T], as `kv_cache_write`. With latents, k is the latents [T, 1, latent[0]]
+        and v the rotary part of the keys [T, 1, latent[1]], as in `kv_cache_write_latent`.
         """
-        kv_cache_write(k, v, self.k[layer], self.v[layer], slots, **self.scales(layer))
+        pages = self.k[layer]
+        if self.latent is None:
+            kv_cache_write(k, v, pages, self.v[layer], slots, **self.scales(layer))
+        elif self.latent == LATENT_ROW:
+            kv_cache_write_latent(k, v, pages, slots)
+        else:
+            width = self.latent[0]
+            kv_cache_write(k, v, pages[..., :width], pages[..., width:], slots)
 
     def rope_write(
         self,
@@ -76,17 +107,28 @@ class KVPages:
         """`rope_kv_write` into one layer: rotates q and k, writes k and v at `slots`, in one
         launch. With q_weight or k_weight, the heads are normalised before they are rotated. Returns
         the rotated q [T, heads_q, head_dim].
+
+        Raises:
+            ValueError: the cache holds latents.
         """
+        if self.latent is not None:
+            raise ValueError(
+                "PagedKVCache.rope_write: the cache holds latents, which are not rotated; rotate "
+                "q and the rotary part by rope, and call write"
+            )
         how = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "interleaved": interleaved}
         pages = self.k[layer], self.v[layer]
         return rope_kv_write(
             q, k, v, cos, sin, positions, *pages, slots, **how, **self.scales(layer)
         )
 
-    def scales(self, layer: int = 0) -> dict[str, Tensor]:
+    def scales(self, layer: int = 0) -> dict[str, Any]:
         """The keyword arguments k_scale and v_scale of a layer for `paged_attn` and
-        `kv_cache_write`. A scale that was not given is left out.
+        `kv_cache_write`. A scale that was not given is left out. For latents of 8 bits, whose rows
+        hold their scales, it is the latent_format of `paged_attn`.
         """
+        if self.latent is not None:
+            return {"latent_format": "fp8_656"} if self.k.dtype == torch.uint8 else {}
         found = {
             "k_scale": layer_scale(self.k_scale, layer),
             "v_scale": layer_scale(self.v_scale, layer),
@@ -95,10 +137,17 @@ class KVPages:
 
     def _check_rows(self, what: str, k: Tensor, v: Tensor, tokens: int) -> None:
         """Raises ValueError unless k is [layers, tokens, heads_kv, head_dim] and v is [layers,
-        tokens, heads_kv, head_dim_v], of a dtype and on a device that can be written."""
-        for name, x, pages in (("k", k, self.k), ("v", v, self.v)):
-            expected = pages.shape[0], tokens, *pages.shape[3:]
-            dtypes = DTYPES if pages.dtype in CODES else (pages.dtype,)
+        tokens, heads_kv, head_dim_v], or the parts of latents, of a dtype and on a device that can
+        be written."""
+        pages = self.k
+        dtypes: tuple[torch.dtype, ...] = (pages.dtype,)
+        if pages.dtype in CODES:
+            dtypes = DTYPES
+        elif pages.dtype == torch.uint8:
+            dtypes = DTYPES[:3]
+        widths = self.latent or (self.k.shape[4], self.v.shape[4])
+        for name, x, width in (("k", k, widths[0]), ("v", v, widths[1])):
+            expected = pages.shape[0], tokens, pages.shape[3], width
             if tuple(x.shape) != expected or x.dtype not in dtypes or x.device != pages.device:
                 raise ValueError(
                     f"PagedKVCache.{what}: {name} is {list(x.shape)} {x.dtype} on {x.device}; "
@@ -107,7 +156,7 @@ class KVPages:
 
     def _copy_rows(self, source: int, target: int, tokens: int) -> None:
         """Copies the first tokens of a page, and its scales, to another page in all layers."""
-        for pages in (self.k, self.v):
+        for pages in self._pages():
             pages[:, target, :tokens] = pages[:, source, :tokens]
         for scale in self._page_scales():
             _set_page(scale, target, scale[:, source])

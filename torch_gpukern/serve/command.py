@@ -277,7 +277,7 @@ def about(ready: loading.Ready, engine: Engine, captured: float) -> str:
     """Memory and pages, in a line, and what captures have taken."""
     cache, net, ranks = engine.cache, ready.model.model, ready.model.ranks
     weights = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
-    pages = cache.k.numel() * cache.k.element_size() + cache.v.numel() * cache.v.element_size()
+    pages = cache.nbytes
     where = f"on {cache.k.device}" if ranks == 1 else f"on each of {ranks} ranks"
     few = "" if ready.recipe is None else f" ({ready.recipe})"
     graphs = ready.model.graphs
