@@ -30,13 +30,13 @@ def gpu(monkeypatch):
 def test_a_page_has_the_bytes_of_the_caches(net):
     cache = TransformersModel(net, 7).cache
     size = cache.k.nbytes + cache.v.nbytes
-    assert 7 * memory.bytes_of_page(net.config, 16, 4, 1) == size
-    assert 14 * memory.bytes_of_page(net.config, 16, 4, 2) == size
+    assert 7 * memory.bytes_of_page(net, 16, 4, 1) == size
+    assert 14 * memory.bytes_of_page(net, 16, 4, 2) == size
 
 
 def test_pages_fill_a_share(net, gpu):
     """What others have taken counts as used."""
-    page = memory.bytes_of_page(net.config, 16, 4, 1)
+    page = memory.bytes_of_page(net, 16, 4, 1)
     steps = memory.bytes_of_steps(net.config, 8, 64, 2)
     total = 10 * steps + 1000 * page
     gpu(total, total)

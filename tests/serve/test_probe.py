@@ -24,6 +24,20 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 32,
+}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
 
@@ -46,6 +60,9 @@ SERVED = {
     ),
     "GPT2Config": ("GPT2LMHeadModel", GPT2),
     "OPTConfig": ("OPTForCausalLM", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "DeepseekV3Config": ("DeepseekV3ForCausalLM", LATENT),
+    "DeepseekV2Config": ("DeepseekV2ForCausalLM", LATENT | {"q_lora_rank": None}),
+    "MiniCPM3Config": ("MiniCPM3ForCausalLM", LATENT),
 }
 REFUSED = {
     "BloomConfig": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}, "its logits over pages"),
@@ -55,22 +72,7 @@ REFUSED = {
         "its logits over pages",
     ),
     "MambaConfig": ("MambaForCausalLM", {}, "a layer is linear_attention"),
-    "DeepseekV3Config": (
-        "DeepseekV3ForCausalLM",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "moe_intermediate_size": 32,
-        },
-        "head_dim",
-    ),
+    "DeepseekV32Config": ("DeepseekV32ForCausalLM", LATENT, "a layer is indexed_attention"),
     "Llama4TextConfig": (
         "Llama4ForCausalLM",
         {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2},

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The scales of an 8-bit cache: a key and a value scale for each layer and head.
 
+Latents (nn/latent.py) have a scale for each row and 128 columns instead, which are stored with it.
+
 The model answers a few texts over a cache of its own dtype. A scale is the largest key or value of
 these answers, times MARGIN, over the largest code. So no data set is needed, and the first token of
 a text, whose keys are the largest in many models, is among those that are seen.
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.latent import latents_of
+from ..paged.pages import LATENT_ROW
 from ..paged.scales import KVCacheScales
 from .engine import Engine
 from .models import TransformersModel
@@ -30,6 +34,23 @@ ANSWER = 96  # tokens that follow each text, drawn at temperature 1
 # How much larger than those seen a key may be before its code saturates. A larger margin costs
 # int8 resolution, and e4m3 none.
 MARGIN = 1.25
+
+
+def dtype_of(net: Any, name: str) -> torch.dtype:
+    """The dtype of a network's cache by the name in CACHES.
+
+    Raises:
+        ValueError: latents that have no such form.
+    """
+    latents = latents_of(net)
+    if latents is None:
+        return CACHES[name]
+    if name != "e4m3" or latents[0] != LATENT_ROW:
+        raise ValueError(
+            f"--kv-cache is {name}, and the model caches latents {latents[0]}; expected e4m3 and "
+            f"latents {LATENT_ROW}; leave --kv-cache out"
+        )
+    return torch.uint8
 
 
 def scales_of(

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..nn import load_quantized, patch, quantize
+from ..nn.latent import latents_of
 from ..nn.quant.quantized import QuantizedLinear
 from ..nn.quant.recommended import recommended
 from ..nn.quant.schemes import IMPORTED, SCHEMES
-from .eight_bit import CACHES, TEXTS, scales_of
+from .eight_bit import TEXTS, dtype_of, scales_of
 from .extras import MODELS, need
 from .memory import pages_beside
 from .models import TransformersModel
@@ -28,6 +29,8 @@ from .tokenizer import Bytes, Tokenizer
 CONFIG = "config.json"
 RECIPES = tuple(r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static)
 HEAD = ("lm_head", "lm_head.*")  # stays as it is; a rank's part of it, too
+# Attention over latents multiplies by parts of this weight, which would be decoded (nn/latent.py).
+EXPANSION = ("kv_b_proj",)
 
 
 class What(NamedTuple):
@@ -76,8 +79,9 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
         quantised(net, recipe)
     dtype, scales = None, None
     if what.cache is not None:
-        dtype = CACHES[what.cache]
-        scales = scales_of(net, dtype, prompts_of(tokenizer_of(what), net), ranks=what.ranks)
+        dtype = dtype_of(net, what.cache)
+        if dtype != torch.uint8:
+            scales = scales_of(net, dtype, prompts_of(tokenizer_of(what), net), ranks=what.ranks)
     pages = what.pages
     if pages is None:
         pages = pages_beside(
@@ -100,7 +104,8 @@ def quantised(net: nn.Module, recipe: str) -> None:
             f"--recipe is {recipe}, and the directory's weights are {before} already; leave "
             f"--recipe out, or serve the directory that they were made from"
         )
-    quantize(net, recipe, skip=HEAD, say=None)
+    skip = HEAD if latents_of(net) is None else HEAD + EXPANSION
+    quantize(net, recipe, skip=skip, say=None)
 
 
 def prompts_of(tokenizer: Any, net: Any) -> list[list[int]]:
@@ -167,12 +172,12 @@ def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module
     about = json.loads((directory / CONFIG).read_text()).get("quantization_config") or {}
     if "gpukern" not in about:
         net = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        patch(net, say=None)
+        changed(net)
         return net
     config = transformers.AutoConfig.from_pretrained(directory)
     del config.quantization_config
     net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    patch(net, say=None)
+    changed(net)
     load_quantized(net, directory)
     return net
 
@@ -180,6 +185,17 @@ def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module
 def ids_of(given: int | list[int] | None) -> frozenset[int]:
     """The tokens of an eos_token_id."""
     return frozenset(given if isinstance(given, list) else [] if given is None else [given])
+
+
+def changed(net: Any) -> None:
+    """Patches norms and MLPs. Mixtures of experts become products that do not wait for the device,
+    so that a step can be captured."""
+    patch(net, say=None)
+    if any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in net.modules()):
+        from ..integrations.transformers_experts import register_experts
+
+        register_experts()
+        net.set_experts_implementation("gpukern")
 
 
 def first_line(error: Exception) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..nn.latent import latents_of
+from ..paged.pages import LATENT_BYTES
 from .models import sizes_upto
 
 GIB = 2**30
@@ -15,8 +17,13 @@ GIB = 2**30
 BYTES_OF_A_LOGIT = 12
 
 
-def bytes_of_page(config: Any, block_size: int, itemsize: int, ranks: int) -> int:
-    """Of the keys and values of all layers on one rank. config: of a model of transformers."""
+def bytes_of_page(net: Any, block_size: int, itemsize: int, ranks: int) -> int:
+    """Of the keys and values, or the latents, of all layers on one rank. net: of transformers."""
+    latents = latents_of(net)
+    if latents is not None:
+        (c, k_pe), layers = latents
+        return layers * block_size * (LATENT_BYTES if itemsize == 1 else (c + k_pe) * itemsize)
+    config = net.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * block_size * (heads // ranks) * dim * itemsize
@@ -54,7 +61,7 @@ def pages_beside(
     free, total = torch.cuda.mem_get_info(device)
     steps = bytes_of_steps(config, batch, step_tokens, drafts)
     room = free - (1 - share) * total - steps
-    pages = int(room // bytes_of_page(config, block_size, itemsize, ranks))
+    pages = int(room // bytes_of_page(net, block_size, itemsize, ranks))
     if ranks > 1:
         least = torch.tensor(pages, device=device)
         dist.all_reduce(least, dist.ReduceOp.MIN)

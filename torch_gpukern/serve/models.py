@@ -12,12 +12,15 @@ that `sizes_upto` lists. If several ranks serve a model (shards.py), rank 0 send
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..nn.latent import absorbed, is_latent, latents_of
 from ..ops import SharedPrefix, paged_attn
 from ..paged.kv_cache import PagedKVCache
 from .fused import Fused, fuse
@@ -316,6 +319,10 @@ class TransformersModel(Model):
     dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits. `ranks` is
     by how many the model's heads were divided (shards.py).
 
+    Layers of latent attention (DeepSeek's) attend over their latents, for prompts and single tokens
+    alike (nn/latent.py); the cache stores nothing else. With dtype torch.uint8 it stores them in 8
+    bits, if they are 512 + 64 wide.
+
     Layers in Llama's form whose norms and MLP are patched run fused (fused.py). Their weights are
     joined when the TransformersModel is made: quantise, load and patch before.
     """
@@ -341,13 +348,23 @@ class TransformersModel(Model):
             if kind not in LAYERS:
                 raise ValueError(f"a layer is {kind}; expected {' or '.join(LAYERS)}")
         weight = next(model.parameters())
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        latents = latents_of(model)
+        self.latents = {m: absorbed(m) for m in model.modules() if latents and is_latent(m)}
+        shape: dict[str, Any]
+        if latents is not None:
+            shape = {"latent": latents[0], "layers": latents[1]}
+        else:
+            heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            dim = getattr(config, "head_dim", None)
+            shape = {
+                "heads_kv": heads // ranks,
+                "head_dim": dim or config.hidden_size // config.num_attention_heads,
+                "layers": config.num_hidden_layers,
+            }
         cache = (PagedKVCache if ranks == 1 else CopyingCache)(
             num_blocks,
             block_size,
-            heads // ranks,
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            layers=config.num_hidden_layers,
+            **shape,
             dtype=dtype or weight.dtype,
             device=weight.device,
             **(scales or {}),
@@ -359,7 +376,7 @@ class TransformersModel(Model):
         self.fused = fuse(self)
 
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        with self.fused.active(self):
+        with self.fused.active(self), self.latents_kept():
             out = self.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
@@ -369,12 +386,24 @@ class TransformersModel(Model):
             )
         return out.logits[0].float()
 
+    @contextmanager
+    def latents_kept(self) -> Iterator[None]:
+        """Inside the context latent layers hand latents to attention. Outside, their keys and
+        values, as other attention functions expect."""
+        try:
+            for module in self.latents:
+                module.expand_kv = _kept
+            yield
+        finally:
+            for module in self.latents:
+                vars(module).pop("expand_kv", None)
+
     @staticmethod
     def _attention(
         module, query, key, value, attention_mask, served_by, scaling=None, dropout=0.0, **kwargs
     ):
-        """query [1, Hq, T, D], key and value [1, Hkv, T, D] of the packed new tokens; returns [1,
-        T, Hq, D]."""
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] of the packed new tokens, or for a latent
+        layer [1, 1, T, ..] of both parts of their rows; returns [1, T, Hq, D]."""
         rules = {
             "scale": scaling,
             "softcap": kwargs.get("softcap") or 0.0,
@@ -384,7 +413,16 @@ class TransformersModel(Model):
             rules["window_left"] = kwargs["sliding_window"] - 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         step, cache, layer = served_by.step, served_by.cache, module.layer_idx
+        latent = served_by.latents.get(module)
+        if latent is not None:
+            q = latent.queries(query[0])
         if served_by.heard is not None:
             served_by.heard(layer, q, rules)
         cache.write(k, v, step.slots, layer)
-        return step.attend(cache, layer, q, **rules)[None], None
+        out = step.attend(cache, layer, q, **rules)
+        return (out if latent is None else latent.values(out))[None], None
+
+
+def _kept(c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of a latent layer's expand_kv."""
+    return c, k_pe

@@ -57,7 +57,7 @@ def served(
         raise ValueError(
             f"{name} is not served: over pages it raises {type(error).__name__}: {first}"
         ) from error
-    codes = model.cache.k.dtype if model.cache.k.dtype in CODES else None
+    codes = model.cache.k.dtype if model.cache.k.dtype in (*CODES, torch.uint8) else None
     off, most = apart(found, want), most_off(net, want, coded=codes is not None)
     if not off <= most:
         why = (

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Serving of models with latent attention (DeepSeek's): the cache holds latents alone, and answers
+are generate's."""
+
+import pytest
+import torch
+from serving import all_free, prompts_of, run, save_model
+
+from torch_gpukern import nn as gnn
+from torch_gpukern.nn.latent import absorbed, is_latent
+from torch_gpukern.serve import Engine, Request, TransformersModel, loading, memory, served
+from torch_gpukern.serve.models import ATTENTION
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest_plugins = ("serve_fixtures",)
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def deepseek(kind="DeepseekV3", **settings):
+    """With weights so large that attention decides tokens."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
+    net = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for weight in net.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+    return net
+
+
+def wanted(net, prompt, n):
+    ids = torch.tensor([prompt])
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": n, "do_sample": False}
+    net.set_attn_implementation("eager")
+    out = net.generate(ids, **how)[0, len(prompt) :].tolist()
+    net.set_attn_implementation(ATTENTION)
+    return out
+
+
+def test_answers_are_those_of_generate():
+    """Prompts in pieces, beside single tokens and drafts; prompts that share their first pages."""
+    net = deepseek()
+    model = served(net, 40)
+    first, second, third = prompts_of(37, 5, 20)
+    prompts = [first, second, third, first[:32] + third]
+    for settings in ({}, {"max_drafts": 3}):
+        engine = Engine(model, max_batch=3, max_step_tokens=16, **settings)
+        requests = [engine.submit(Request(p, max_tokens=14)) for p in prompts]
+        run(engine)
+        assert [r.answer for r in requests] == [wanted(net, p, 14) for p in prompts]
+        assert all_free(engine)
+    assert model.cache.latent == (32, 16) and model.cache.k.shape[3:] == (1, 48)
+
+
+def test_a_network_is_itself_again_outside_of_steps():
+    """Other attention functions get keys and values of all heads."""
+    net = deepseek()
+    model = served(net, 8)
+    assert len(model.latents) == 3
+    assert not any("expand_kv" in vars(m) for m in net.modules())
+    with pytest.raises(RuntimeError, match="a step failed"), model.latents_kept():
+        assert all("expand_kv" in vars(m) for m in model.latents)
+        raise RuntimeError("a step failed")
+    assert not any("expand_kv" in vars(m) for m in net.modules())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_pages_of_8_bits(dtype):
+    """Rows of 656 bytes, within the bounds of the trial."""
+    net = deepseek(**DEEPSEEK).to(dtype)
+    model = served(net, 16, dtype=torch.uint8)
+    assert model.cache.k.shape[-1] == 656
+    (prompt,) = prompts_of(20)
+    engine = Engine(model)
+    request = engine.submit(Request(prompt, max_tokens=8))
+    run(engine)
+    assert len(request.answer) == 8 and all_free(engine)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    found = save_model(tmp_path_factory.mktemp("latent"))
+    deepseek(**DEEPSEEK).save_pretrained(found)
+    return found
+
+
+def ready(directory, **settings):
+    what = loading.What(str(directory), None, torch.float32, 32, **settings)
+    return loading.ready(what, torch.device("cpu")).model
+
+
+def test_a_directory_is_served(directory):
+    """Its experts are products over all of them, which a captured step needs."""
+    model = ready(directory)
+    assert model.model.config._experts_implementation == "gpukern"
+    (prompt,) = prompts_of(20)
+    engine = Engine(model)
+    request = engine.submit(Request(prompt, max_tokens=10))
+    run(engine)
+    assert request.answer == wanted(deepseek(**DEEPSEEK), prompt, 10)
+    size = memory.bytes_of_page(model.model, 16, 4, 1)
+    assert 32 * size == model.cache.nbytes == 32 * 16 * 3 * 576 * 4
+
+
+def test_the_flag_for_8_bits(directory):
+    model = ready(directory, cache="e4m3")
+    assert model.cache.k.dtype == torch.uint8
+    assert 32 * memory.bytes_of_page(model.model, 16, 1, 1) == model.cache.nbytes
+    with pytest.raises(ValueError, match=r"--kv-cache is int8, and the model caches latents"):
+        ready(directory, cache="int8")
+
+
+def test_a_recipe_leaves_the_expansion(directory):
+    model = ready(directory, recipe="w8")
+    layer = model.model.model.layers[1].self_attn
+    assert type(layer.o_proj).__name__ == "QuantizedLinear"
+    assert type(layer.kv_b_proj).__name__ != "QuantizedLinear"
+
+
+def test_an_expansion_of_few_bits_is_decoded():
+    """Its answers over pages are those of the quantised network without a cache."""
+    net = deepseek(**DEEPSEEK)
+    gnn.quantize(net, "w8", say=None)
+    layer = net.model.layers[1].self_attn
+    assert type(layer.kv_b_proj).__name__ == "QuantizedLinear"
+    assert served(net, 16).latents[layer].weight.shape == (4 * 40, 512)
+
+
+def test_absorbed_products_are_the_layers_own():
+    """Attention over latents against expanded keys and values, float64."""
+    net = deepseek().double()
+    layer = next(m for m in net.modules() if is_latent(m))
+    found = absorbed(layer)
+    gen = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 5, 32, generator=gen, dtype=torch.float64)
+    c = torch.randn(2, 1, 7, 32, generator=gen, dtype=torch.float64)
+    k_pe = torch.randn(2, 1, 7, 16, generator=gen, dtype=torch.float64)
+    with torch.no_grad():
+        k, v = layer.expand_kv(c, k_pe)
+        want = (q @ k.mT).softmax(-1) @ v
+        rows = torch.cat([c, k_pe], -1)
+        p = (found.queries(q).transpose(1, 2) @ rows.mT).softmax(-1)
+        got = found.values((p @ c).transpose(1, 2)).transpose(1, 2)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_that_do_more_are_refused():
+    def refuses(text, change, **settings):
+        net = deepseek(**settings)
+        change(net.model.layers[1].self_attn)
+        with pytest.raises(ValueError, match=text):
+            TransformersModel(net, 8)
+
+    refuses(
+        "DeepseekV3Attention does more than latent attention: indexer",
+        lambda m: m.add_module("indexer", torch.nn.Linear(2, 2)),
+    )
+
+    def scaled(m):
+        own = type(m)
+
+        class Scaled(own):
+            def expand_kv(self, c, k_pe):
+                k, v = own.expand_kv(self, c, k_pe)
+                return k, 1.2 * v
+
+        m.__class__ = Scaled
+
+    refuses("Scaled expands its latents by more than kv_b_proj", scaled)
+    refuses(
+        "its layers have latents of several widths",
+        lambda m: setattr(m, "qk_rope_head_dim", 8),
+    )
+
+
+def test_layers_of_an_older_transformers_are_refused(monkeypatch):
+    net = deepseek()
+    monkeypatch.delattr(type(net.model.layers[0].self_attn), "expand_kv")
+    with pytest.raises(ValueError, match="no expand_kv.*expected a later transformers"):
+        TransformersModel(net, 8)
