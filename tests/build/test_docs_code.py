@@ -24,7 +24,12 @@ inputs = [[5, 6, 7], [8, 9, 10, 11]]
 ids = torch.tensor([[5, 6, 7, 8]])
 generation_config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
 q, k, v = (torch.randn(2, 9, 4, 16) for _ in range(3))
-"""
+latent = dict(kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=24)
+deepseek = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=128,
+    pad_token_id=0, eos_token_id=None, bos_token_id=None, **latent))
+prompt = torch.tensor([[5, 6, 7]])
+"""  # noqa: E501
 SERVING = """
 steps, graph = [], lambda: None
 graph.replay = lambda: steps.append(lens[0].item())

@@ -22,8 +22,9 @@ from ..ops import flash_attn, flash_attn_varlen
 from ..ops.fakes import stats_dtype
 from .transformers_accelerate import Accelerated, change
 from .transformers_experts import register_experts
+from .transformers_latent import LatentCache, kept_by
 
-__all__ = ["Accelerated", "accelerate", "register", "register_continuous_batching"]
+__all__ = ["Accelerated", "LatentCache", "accelerate", "register", "register_continuous_batching"]
 
 
 def accelerate(
@@ -47,6 +48,8 @@ def accelerate(
     - The rotary embedding of the model's family becomes `rope`. It is a function of the family's
       module, so other models of the family in the process use it, too.
     - Mixtures of experts are multiplied by `grouped_gemm`.
+    - Latent attention (DeepSeek's) without gradients attends over the cache's latents where that is
+      less work than expanding them, as for each new token. `LatentCache` stores them for that.
     - A causal model that is given labels computes its loss by `linear_cross_entropy`. Its logits
       are then None.
 
@@ -133,7 +136,7 @@ def register(name: str = "gpukern") -> None:
             f"its own: "
             "pip install --upgrade transformers"
         )
-    AttentionInterface.register(name, _attention)
+    AttentionInterface.register(name, _attention_of_parts)
     AttentionMaskInterface.register(name, _mask)
 
 
@@ -578,14 +581,7 @@ def _attention(
         return _packed(
             query, key, value, rule, (rule.cu_seqlens, rule.cu_seqlens, None, None), rules
         ), None
-    if rule.holds is not None:
-        torch._assert_async(
-            (rule.holds == 1).all(),
-            "gpukern attention: compiled, the mask must be causal or bidirectional, with or "
-            "without a sliding window, and "
-            "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, "
-            "or do not compile",
-        )
+    _assert_holds(rule)
     window = -1 if rule.window is None else rule.window
     if rule.top_left or rule.q_start is not None or not (rule.causal or rule.window is not None):
         diagonal = 0
@@ -605,6 +601,85 @@ def _attention(
         **rules,
     )
     return out.transpose(1, 2), None
+
+
+def _attention_of_parts(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """`_attention`, also of a layer that hands on latents: key and value are then c and k_pe."""
+    latent = kept_by(module)
+    if latent is None:
+        return _attention(module, query, key, value, attention_mask, **kwargs)
+    c, k_pe = key, value
+    rule = _rule_over_latents(module, attention_mask, kwargs)
+    one = query.shape[2] == 1
+    if (
+        rule is not None
+        and (rule.end is None or one)  # further queries would be counted from the last key
+        and latent.takes(module, query, c, k_pe)
+    ):
+        _assert_holds(rule)
+        lengths = _last_keys(rule, query, c)
+        if rule.end is not None:
+            lengths = torch.minimum(lengths, rule.end)
+        scale = kwargs.get("scaling")
+        return latent.attend(query, c, k_pe, scale, rule.first, lengths), None
+    key, value = latent.products.expanded(module, c, k_pe)
+    return _attention(module, query, key, value, attention_mask, **kwargs)
+
+
+# What a layer may pass beside the mask that changes its result.
+_MORE = (
+    *("dropout", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"),
+    *("output_attentions", "deterministic", *_REFUSED),
+)
+
+
+def _rule_over_latents(
+    module: torch.nn.Module, attention_mask: Tensor | None, kwargs: dict
+) -> Rule | None:
+    """The rule of a causal call with nothing else; None for any other call."""
+    for name in _MORE:
+        given = kwargs.get(name)
+        if given is not None and (isinstance(given, Tensor) or given):
+            return None
+    if attention_mask is None:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return Rule(causal=True) if causal else None
+    if not is_rule(attention_mask):
+        return None
+    rule = Rule.from_tensor(attention_mask)
+    return rule if rule.causal and rule.window is None and rule.cu_seqlens is None else None
+
+
+def _last_keys(rule: Rule, query: Tensor, key: Tensor) -> Tensor:
+    """[B] int32: the keys up to where each sequence's last query stands."""
+    new = query.shape[2]
+    if rule.q_start is not None:
+        return rule.q_start + new
+    return torch.full(
+        (query.shape[0],),
+        new if rule.top_left else key.shape[2],
+        dtype=torch.int32,
+        device=query.device,
+    )
+
+
+def _assert_holds(rule: Rule) -> None:
+    if rule.holds is not None:
+        torch._assert_async(
+            (rule.holds == 1).all(),
+            "gpukern attention: compiled, the mask must be causal or bidirectional, with or "
+            "without a sliding window, and "
+            "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, "
+            "or do not compile",
+        )
 
 
 _WIDE = 256

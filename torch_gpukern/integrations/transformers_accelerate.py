@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as TheirConv1D
 
+from ..nn.latent import is_latent
 from ..nn.patching import Patched, patch
 from ..nn.quant.files import SKIP, heads_of
 from ..nn.quant.quantize import Quantized, is_skipped, quantize
@@ -23,6 +24,7 @@ from ..nn.rows import served
 from ..nn.similar import MLP
 from ..ops import linear, rope
 from ..ops.fakes import stats_dtype
+from .transformers_latent import absorb
 
 __all__ = ["Accelerated"]
 
@@ -99,6 +101,8 @@ def change(
     _other_layers(done, model)
     if quantise is not None:
         heads = heads_of(model)
+        # attention over latents multiplies by parts of these weights
+        heads = {*heads, *(m.kv_b_proj for m in model.modules() if is_latent(m))}
         done.quantized = quantize(
             model, quantise, skip=lambda name, m: is_skipped(name, m, SKIP) or m in heads, say=None
         )
@@ -182,6 +186,11 @@ def _attention(done: Accelerated, model: PreTrainedModel, name: str) -> None:
 
     done._undo.append(undo)
     done.done["attention"] = f'"{name}"'
+    kinds, left, restore = absorb(model, name)
+    done._undo.append(restore)
+    for kind, count in kinds.items():
+        done.done[f"{count} {kind}"] = "over latents where that is less work"
+    done.left |= {f"latents of {kind}": why for kind, why in left.items()}
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:

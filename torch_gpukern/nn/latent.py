@@ -67,6 +67,11 @@ class Absorbed:
         weight = self.weight.unflatten(0, (self.heads, -1))
         return weight[:, : self.nope], weight[:, self.nope :]
 
+    @staticmethod
+    def expanded(module: Any, c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that the layer itself makes of c and k_pe."""
+        return type(module).expand_kv(module, c, k_pe)
+
     def queries(self, q: Tensor) -> Tensor:
         """q [.., heads, T, nope + latent[1]] -> [.., T, heads, sum of latent], contiguous."""
         up = gemm(q[..., : self.nope], self.parts()[0])

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""transformers: latent attention (DeepSeek's) over what its caches hold.
+
+transformers' caches hold c and k_pe of each token, and a layer makes keys and values of all heads
+from all of them in every step (`expand_kv`). `absorb` puts a function in the place of expand_kv
+that hands on c and k_pe. The attention function then either attends over them as they are
+(`nn.latent.Absorbed`), which is less arithmetic for a few queries, or expands them as before.
+
+`LatentCache` stores c and k_pe of a token side by side, so that `paged_attn` reads them in place.
+From another cache they are copied into rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from ..nn.latent import absorbed, is_latent, is_plain
+from ..nn.rows import served
+from ..ops import paged_attn
+
+__all__ = ["LatentCache", "absorb", "kept_by"]
+
+# Rows of a sequence are allocated in multiples of this: the Hopper kernel takes pages of a multiple
+# of 16 keys.
+ROWS = 64
+HELD = "_gpukern_latent"  # the attribute of a layer that holds its Layer
+
+
+class Layer:
+    """What `absorb` adds to a layer. name: of the attention function that takes c and k_pe."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.products, self.name = absorbed(module), name
+
+    def keeps(self, module: Any) -> bool:
+        """Whether expand_kv hands on c and k_pe in this pass. `paged_attn` has no gradient, and
+        other attention functions need keys and values."""
+        return not torch.is_grad_enabled() and module.config._attn_implementation == self.name
+
+    def is_cheaper(self, queries: int) -> bool:
+        """Whether attention over latents is less arithmetic than expanding them. For each key and
+        head, a query takes sum(latent) + latent[0] products instead of those over the head, and
+        the expansion latent[0] for each column."""
+        p = self.products
+        c, k_pe = p.latent
+        head = p.nope + k_pe + p.width_v
+        return queries * (2 * c + k_pe - head) <= c * (p.nope + p.width_v)
+
+    def takes(self, module: Any, query: Tensor, c: Tensor, k_pe: Tensor) -> bool:
+        """Whether the operands are ones that our kernels multiply as they are."""
+        expand = module.kv_b_proj
+        if expand is not self.products.expand or not is_plain(expand):
+            return False  # it was replaced since, by a layer of few bits or an adapter
+        return (
+            query.dtype == c.dtype == k_pe.dtype == expand.weight.dtype
+            and served(query, c, k_pe, expand.weight)
+            and self.is_cheaper(query.shape[2])
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        c: Tensor,
+        k_pe: Tensor,
+        scale: float | None,
+        first: Tensor | None,
+        lengths: Tensor,
+    ) -> Tensor:
+        """query [B, H, Sq, nope + latent[1]], c and k_pe [B, 1, Sk, ..] -> [B, Sq, H, width_v].
+        Sequence b's last query stands at key lengths[b] - 1, and sees the keys before from first[b]
+        on. lengths and first are int32."""
+        batch, _, new, width = query.shape
+        rows, table = rows_of(c, k_pe)
+        q = self.products.queries(query).flatten(0, 1)
+        scale = width**-0.5 if scale is None else scale
+        pages = rows, rows[..., : c.shape[-1]]
+        out = paged_attn(q, *pages, table, lengths, scale=scale, kv_start=first)
+        return self.products.values(out.unflatten(0, (batch, new)))
+
+
+def rows_of(c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows [B, n, 1, sum of the widths], a table of one page for each sequence). In place if c and
+    k_pe are parts of the same rows."""
+    batch, _, keys, wide = c.shape
+    width = wide + k_pe.shape[-1]
+    table = torch.arange(batch, dtype=torch.int32, device=c.device)[:, None]
+    if not torch.compiler.is_compiling():
+        row, sequence = c.stride(2), c.stride(0)
+        room = sequence // row if batch > 1 else keys
+        if (
+            k_pe.stride() == c.stride()
+            and k_pe.data_ptr() == c.data_ptr() + wide * c.element_size()
+            and row >= width
+            and c.stride(3) == 1
+            and (batch == 1 or (sequence % row == 0 and sequence >= keys * row))
+        ):
+            whole = -(-keys // ROWS) * ROWS  # keys past the last one are not read
+            at, end = c.storage_offset(), c.untyped_storage().nbytes() // c.element_size()
+            if batch == 1 and at + whole * row <= end:
+                room = whole
+            sizes, strides = (batch, room, 1, width), (sequence, row, row, 1)
+            return c.as_strided(sizes, strides), table
+    rows = c.new_empty(batch, -(-keys // ROWS) * ROWS, 1, width)
+    rows[:, :keys, 0, :wide] = c[:, 0]
+    rows[:, :keys, 0, wide:] = k_pe[:, 0]
+    return rows, table
+
+
+def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str, str], Callable]:
+    """Gives each latent layer of the model an expand_kv that hands on c and k_pe to the attention
+    function `name`.
+
+    Returns:
+        Classes of layers and how many of each have it; classes that were left, and why; a function
+        that restores all layers.
+    """
+    done: dict[str, int] = {}
+    left: dict[str, str] = {}
+    changed = []
+    for module in model.modules():
+        if not is_latent(module):
+            continue
+        kind = type(module).__name__
+        try:
+            layer = Layer(module, name)
+            if layer.products.made is not None:
+                raise ValueError(f"{kind}'s kv_b_proj is no plain nn.Linear")
+        except ValueError as error:
+            left[kind] = str(error)
+            continue
+        own = module.expand_kv
+        setattr(module, HELD, layer)
+        module.expand_kv = partial(_expand, module, own)
+        changed.append(module)
+        done[kind] = done.get(kind, 0) + 1
+
+    def restore() -> None:
+        for module in changed:
+            vars(module).pop("expand_kv", None)
+            vars(module).pop(HELD, None)
+
+    return done, left, restore
+
+
+def _expand(module: Any, own: Callable, c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    return (c, k_pe) if getattr(module, HELD).keeps(module) else own(c, k_pe)
+
+
+def kept_by(module: Any) -> Layer | None:
+    """The Layer of a module whose attention function gets c and k_pe in this pass."""
+    layer = getattr(module, HELD, None)
+    return layer if layer is not None and layer.keeps(module) else None
+
+
+# ---- a cache of rows -----------------------------------------------------------------------------
+
+
+def _check_parts(c: Tensor) -> None:
+    if c.shape[1] != 1:
+        raise ValueError(
+            f"LatentCache: a layer caches keys of {c.shape[1]} heads; expected latents, which layers "
+            f"with expand_kv cache: pip install --upgrade transformers, or use its own caches"
+        )
+
+
+class LatentLayer(DynamicLayer):
+    """A layer of a LatentCache that grows. keys and values are views of `rows` [B, 1, room, width],
+    unless transformers has made others of them, by a reordering for one."""
+
+    rows: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            _check_parts(key_states)
+            self.lazy_initialization(key_states, value_states)
+        old, new, wide = self.get_seq_length(), key_states.shape[2], key_states.shape[3]
+        end, rows = old + new, self.rows
+        if not self._is_view() or rows is None or end > rows.shape[2]:
+            room = -(-max(end, old + old // 2) // ROWS) * ROWS
+            sizes = key_states.shape[0], 1, room, wide + value_states.shape[3]
+            rows = key_states.new_empty(sizes)
+            if old:
+                rows[:, :, :old, :wide] = self.keys
+                rows[:, :, :old, wide:] = self.values
+            self.rows = rows
+        rows[:, :, old:end, :wide] = key_states
+        rows[:, :, old:end, wide:] = value_states
+        self.keys, self.values = rows[:, :, :end, :wide], rows[:, :, :end, wide:]
+        return self.keys, self.values
+
+    def _is_view(self) -> bool:
+        keys, values, rows = self.keys, self.values, self.rows
+        return (
+            rows is not None
+            and keys.dim() == 4
+            and keys.data_ptr() == rows.data_ptr()
+            and values.data_ptr() == rows[..., keys.shape[3] :].data_ptr()
+            and keys.stride() == values.stride() == rows.stride()
+            and keys.shape[0] == rows.shape[0]
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self.rows = None
+
+
+class StaticLatentLayer(StaticLayer):
+    """A layer of a LatentCache with room for a fixed number of tokens."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        _check_parts(key_states)
+        self.device = key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.k_head_dim, self.v_head_dim = key_states.shape[3], value_states.shape[3]
+        width = self.k_head_dim + self.v_head_dim
+        rows = key_states.new_zeros(self.batch_size, 1, self.max_cache_len, width)
+        self.keys, self.values = rows.split([self.k_head_dim, self.v_head_dim], -1)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():  # as the class above, so that graphs keep the address
+            for x in (self.keys, self.values, self.cumulative_length):
+                torch._dynamo.mark_static_address(x)
+        self.is_initialized = True
+
+
+class LatentCache(Cache):
+    """A cache for models with latent attention that stores both parts of a token side by side.
+
+    ::
+
+        accelerate(model)
+        model.generate(ids, cache=LatentCache(model.config))  # or past_key_values=
+
+    transformers' own caches give the same results; from those, every step copies the parts into
+    rows.
+
+    Args:
+        config: of the model.
+        max_cache_len: tokens of each sequence, rounded up to a multiple of 64; None grows.
+
+    Raises:
+        ValueError: the model has no latents, or layers that keep other states.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int | None = None) -> None:
+        config = config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        if not hasattr(config, "kv_lora_rank") or kinds:
+            raise ValueError(
+                f"LatentCache: {type(config).__name__} has "
+                f"{'no kv_lora_rank' if not kinds else 'layers of ' + ', '.join(sorted(kinds))}; "
+                f"expected a model whose layers are all latent attention; use transformers' caches"
+            )
+        if max_cache_len is None:
+            super().__init__(layer_class_to_replicate=LatentLayer)
+            return
+        room = -(-max_cache_len // ROWS) * ROWS
+        layers = [StaticLatentLayer(max_cache_len=room) for _ in range(config.num_hidden_layers)]
+        super().__init__(layers=layers)
