@@ -53,9 +53,8 @@ def vllm(monkeypatch):
     """A package of empty classes with vLLM's names, bases, fields and signatures. Its list of
     backends accepts new ones."""
     modules = {}
-    made = dict(
-        BASES, Generic=typing.Generic, T=typing.TypeVar("T"), M=typing.TypeVar("M"), Protocol=object
-    )
+    made = dict(BASES, Generic=typing.Generic, Protocol=object)
+    made |= {name: typing.TypeVar(name) for name in "TMAD"}
     for name, what in CLASSES.items():
         fields = {k: v for k, v in what["fields"].items()}
         bases = tuple(made[b] for b in what["bases"] if b != "Generic") or (object,)
@@ -84,10 +83,10 @@ def vllm(monkeypatch):
     for module in list(modules):
         for parent in itertools.accumulate(module.split("."), lambda a, b: f"{a}.{b}"):
             monkeypatch.setitem(sys.modules, parent, modules.get(parent, types.ModuleType(parent)))
-    for name in ("vllm", "vllm_backend"):
+    for name in ("vllm", "vllm_backend", "vllm_mla"):
         monkeypatch.delitem(sys.modules, f"torch_gpukern.integrations.{name}", raising=False)
     yield types.SimpleNamespace(backends=backends, **made)
-    for name in ("vllm", "vllm_backend"):
+    for name in ("vllm", "vllm_backend", "vllm_mla"):
         sys.modules.pop(f"torch_gpukern.integrations.{name}", None)
 
 
@@ -122,6 +121,13 @@ def backend(vllm):
     register()
     register()
     module, _, name = vllm.backends["GPUKERN"].value.rpartition(".")
+    __import__(module)
+    return getattr(sys.modules[module], name)
+
+
+@pytest.fixture
+def mla(backend, vllm):
+    module, _, name = vllm.backends["GPUKERN_MLA"].value.rpartition(".")
     __import__(module)
     return getattr(sys.modules[module], name)
 
@@ -431,6 +437,131 @@ def test_what_vllm_asks(backend):
     )
 
 
+# ---- latent attention ----
+
+WIDTHS = dict(
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    qk_head_dim=24,
+    v_head_dim=20,
+)
+
+
+def latent_layer(mla, **options):
+    given = dict(
+        num_heads=6,
+        head_size=40,
+        scale=0.2,
+        num_kv_heads=1,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+    )
+    return mla.get_impl_cls()(**given | options, **WIDTHS, kv_b_proj=None)
+
+
+def test_signatures_of_latent_attention(mla):
+    impl = mla.get_impl_cls()
+    for name in ("__init__", "forward_mqa"):
+        theirs = CLASSES["MLAAttentionImpl"]["methods"][name]["parameters"]
+        mine = list(inspect.signature(getattr(impl, name)).parameters)
+        named = [x for x in mine if x != "mla"]
+        assert theirs[: len(named)] == named and (name == "__init__" or theirs == named)
+    text = (ROOT / "torch_gpukern" / "integrations" / "vllm_mla.py").read_text()
+    for owner, variable in (
+        ("MLACommonMetadata", "attn_metadata"),
+        ("MLACommonDecodeMetadata", "batch"),
+    ):
+        read = set(re.findall(rf"\b{variable}\.(\w+)", text))
+        assert read and read <= set(CLASSES[owner]["fields"])
+    settings = {
+        **CLASSES["AttentionBackend"]["fields"],
+        **CLASSES["AttentionMetadataBuilder"]["fields"],
+        **CLASSES["MLACommonMetadataBuilder"]["fields"],
+        **CLASSES["AttentionImplBase"]["fields"],
+    }
+    for name in re.findall(r"^    (\w+): .* = ", text, re.M):
+        assert name in settings, name
+    assert {"scale", "kv_lora_rank", "need_to_return_lse_for_decode"} <= {
+        *CLASSES["AttentionImplBase"]["fields"],
+        *(x for x in CLASSES["MLACommonBaseImpl"]["methods"]["__init__"]["parameters"]),
+    }
+    assert set(re.findall(r"AttentionCGSupport\.(\w+)", text)) <= set(
+        CLASSES["AttentionCGSupport"]["fields"]
+    )
+    assert set(re.findall(r"QueryLenSupport\.(\w+)", text)) <= set(
+        CLASSES["QueryLenSupport"]["fields"]
+    )
+    assert mla.get_name() == "GPUKERN_MLA" and not inspect.isabstract(impl)
+
+
+@pytest.mark.parametrize("tokens", (1, 3))
+@pytest.mark.parametrize("causal", (True, False))
+def test_decoding_over_latents(vllm, mla, tokens, causal, device):
+    """A batch with an inactive row, queries whole and in parts, beside float64."""
+    gen = generator("vllm mla", tokens, causal)
+    impl = latent_layer(mla)
+    lens = [37, 0, 9]
+    cache = torch.full((6, 16, 40), torch.nan, device=device)
+    table = torch.tensor([[3, 5, 1], [0, 0, 0], [2, 0, 0]], dtype=torch.int32, device=device)
+    kept = [randn(gen, n, 40, device=device) for n in lens]
+    for b, n in enumerate(lens):
+        for p in range(n):
+            cache[table[b, p // 16], p % 16] = kept[b][p]
+    batch = vllm.MLACommonDecodeMetadata(
+        block_table=table,
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        dcp_tot_seq_lens=None,
+    )
+    about = types.SimpleNamespace(decode=batch, causal=causal)
+    q = randn(gen, 3 * tokens, 6, 40, device=device)
+    impl.need_to_return_lse_for_decode = True
+    out, lse = impl.forward_mqa(q, cache, about, None)
+    impl.need_to_return_lse_for_decode = False
+    again, none = impl.forward_mqa((q[..., :32], q[..., 32:]), cache, about, None)
+    assert none is None and torch.equal(again, out) and out.shape == (3 * tokens, 6, 32)
+    for b, n in enumerate(lens):
+        rows = slice(b * tokens, (b + 1) * tokens)
+        if n == 0:
+            assert (out[rows] == 0).all()
+            continue
+        keys = kept[b].double()[None, None]
+        want, want_lse = reference.flash_attn(
+            q[rows].transpose(0, 1)[None].double(),
+            keys,
+            keys[..., :32],
+            scale=0.2,
+            is_causal=causal,
+            diagonal=n - tokens if causal else 0,
+            return_lse=True,
+        )
+        torch.testing.assert_close(
+            out[rows].transpose(0, 1)[None].double(), want, rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(lse[rows].T[None].double(), want_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    (
+        ({"alibi_slopes": [0.5] * 6}, "alibi_slopes is not served; use TRITON_MLA"),
+        ({"sliding_window": 8}, "sliding_window is not served; use TRITON_MLA"),
+        ({"logits_soft_cap": 3.0}, "logits_soft_cap is not served; use TRITON_MLA"),
+        ({"attn_type": "encoder"}, "attention of type encoder is not served; use TRITON_MLA"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not served; use auto"),
+    ),
+    ids=str,
+)
+def test_latent_layers_that_are_refused(mla, options, text):
+    with pytest.raises(NotImplementedError, match=f"^GPUKERN_MLA: {text}$"):
+        latent_layer(mla, **options)
+
+
 def test_a_vllm_that_takes_no_names_is_left_alone(vllm, monkeypatch):
     from torch_gpukern.integrations.vllm import register
 
@@ -446,7 +577,7 @@ def test_a_vllm_that_takes_no_names_is_left_alone(vllm, monkeypatch):
 
 def test_nothing_else_imports_it():
     for path in (ROOT / "torch_gpukern").rglob("*.py"):
-        if path.stem not in ("vllm", "vllm_backend"):
+        if path.stem not in ("vllm", "vllm_backend", "vllm_mla"):
             assert not re.search(r"^\s*(from|import) .*\bvllm", path.read_text(), re.M), path
     run_python(
         "import sys, torch_gpukern, torch_gpukern.nn, torch_gpukern.integrations.flash_attn, "

@@ -18,6 +18,8 @@ WANTED = {
         "AttentionBackend",
         "AttentionImplBase",
         "AttentionImpl",
+        "MLAAttentionImpl",
+        "AttentionMetadata",
         "AttentionMetadataBuilder",
         "AttentionType",
         "AttentionCGSupport",
@@ -25,6 +27,15 @@ WANTED = {
         "MultipleOf",
     ),
     "vllm/v1/attention/backends/registry.py": ("AttentionBackendEnum",),
+    "vllm/model_executor/layers/attention/mla_attention.py": (
+        "QueryLenSupport",
+        "MLACommonBackend",
+        "MLACommonDecodeMetadata",
+        "MLACommonMetadata",
+        "MLACommonMetadataBuilder",
+        "MLACommonBaseImpl",
+        "MLACommonImpl",
+    ),
 }
 METHODS_OF = {"AttentionBackendEnum": ("register", "get_class", "get_path")}
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""vLLM's attention backend GPUKERN: ``vllm serve MODEL --attention-backend GPUKERN``.
+"""vLLM's attention backends GPUKERN and, for latent attention, GPUKERN_MLA:
+``vllm serve MODEL --attention-backend GPUKERN``.
 
 vLLM calls `register` through the entry point ``vllm.general_plugins`` in each of its processes. The
-backend itself is in `vllm_backend`, which vLLM imports when it is chosen. Nothing else of gpukern
-imports either.
+backends themselves are in `vllm_backend` and `vllm_mla`, which vLLM imports when they are chosen.
+Nothing else of gpukern imports them.
 """
 
 import warnings
@@ -11,11 +12,15 @@ import warnings
 __all__ = ["register"]
 
 NAME = "GPUKERN"
-PATH = "torch_gpukern.integrations.vllm_backend.GpukernBackend"
+NAME_MLA = "GPUKERN_MLA"
+PATHS = {
+    NAME: "torch_gpukern.integrations.vllm_backend.GpukernBackend",
+    NAME_MLA: "torch_gpukern.integrations.vllm_mla.GpukernMLABackend",
+}
 
 
 def register() -> None:
-    """Adds the backend to vLLM's list. A second call changes nothing.
+    """Adds the backends to vLLM's list. A second call changes nothing.
 
     A vLLM whose list takes no new names is left as it is, with a warning: a plugin that raises
     would end every vLLM of the environment.
@@ -31,5 +36,6 @@ def register() -> None:
             stacklevel=2,
         )
         return
-    if NAME not in AttentionBackendEnum.__members__:
-        add(NAME, PATH)
+    for name, path in PATHS.items():
+        if name not in AttentionBackendEnum.__members__:
+            add(name, path)
