@@ -593,7 +593,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward, bool scored) {
     f.dim = draw_dim();
     f.dim_v = check_below(4) ? f.dim : draw_dim();
     if (check_below(5) == 0) { /* above 256 */
-        f.dim = check_below(2) ? 512 : 8 * (33 + check_below(32));
+        f.dim = check_below(2) ? 512 : 8 * (33 + check_below(40));
         if (check_below(4)) f.dim_v = f.dim;
     }
     if (scored && check_below(8) == 0) { /* flash_attn_fwd_masked_wide_sm90a, and its backward */

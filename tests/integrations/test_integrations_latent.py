@@ -2,6 +2,8 @@
 """transformers: accelerate on models with latent attention (DeepSeek's), beside their own eager
 attention."""
 
+import inspect
+
 import pytest
 import torch
 from conftest import generator, randn, reference
@@ -37,13 +39,17 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# the name of the argument; transformers 5.17 has the second one
+CACHE = "cache"
+if CACHE not in inspect.signature(theirs.DeepseekV3ForCausalLM.forward).parameters:
+    CACHE = "past_key_values"
 LAYERS = SIZES["num_hidden_layers"]
 STEPS = 7
 CACHES = {
     "dynamic": lambda config: {},
     "static": lambda config: {"cache_implementation": "static", "disable_compile": True},
-    "latent": lambda config: {"cache": gk.LatentCache(config)},
-    "latent static": lambda config: {"cache": gk.LatentCache(config, 40)},
+    "latent": lambda config: {CACHE: gk.LatentCache(config)},
+    "latent static": lambda config: {CACHE: gk.LatentCache(config, 40)},
 }
 
 
@@ -95,7 +101,7 @@ def test_generate(kind, padded, cache, calls):
     ids, mask = words(2, 60, padded)
     how = dict(CACHES[cache](net.config))
     if cache == "latent static":
-        how["cache"] = gk.LatentCache(net.config, 60 + STEPS)
+        how[CACHE] = gk.LatentCache(net.config, 60 + STEPS)
     tokens, logits = generated(net, ids, mask)
     with gk.accelerate(net, say=None):
         found, got = generated(net, ids, mask, **how)
@@ -112,7 +118,7 @@ def test_generate_with_beams(calls):
     with gk.accelerate(net, say=None):
         for cache in (None, gk.LatentCache(net.config)):
             how = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-            assert torch.equal(net.generate(ids, cache=cache, **how), want)
+            assert torch.equal(net.generate(ids, **{CACHE: cache}, **how), want)
     assert len(calls) >= 2 * 5 * LAYERS
 
 
@@ -128,7 +134,7 @@ def test_several_tokens_over_a_cache(static, padded, calls):
             cache = gk.LatentCache(net.config, 64 if static else None)
             got = []
             for first, end in ((0, 20), (20, 26), (26, 27), (27, 30)):
-                how = {"attention_mask": mask[:, :end], "cache": cache}
+                how = {"attention_mask": mask[:, :end], CACHE: cache}
                 got.append(net(ids[:, first:end], **how).logits)
     seen = mask.bool()
     off = (torch.cat(got, 1) - want)[seen].abs().max()
@@ -265,9 +271,9 @@ def test_compiled():
         want = net(ids, attention_mask=mask).logits[:, -1]
         with gk.accelerate(net, say=None):
             cache = gk.LatentCache(net.config, 64)
-            net(ids[:, :-1], cache=cache, use_cache=True)
+            net(ids[:, :-1], **{CACHE: cache}, use_cache=True)
             step = torch.compile(net.forward, fullgraph=True, backend="aot_eager")
-            got = step(ids[:, -1:], cache=cache, use_cache=True).logits[:, -1]
+            got = step(ids[:, -1:], **{CACHE: cache}, use_cache=True).logits[:, -1]
     assert (got - want).abs().max() < 2e-5 * want.abs().max()
 
 

@@ -8,6 +8,7 @@ from serving import all_free, prompts_of, run, save_model
 
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.latent import absorbed, is_latent
+from torch_gpukern.paged import shared
 from torch_gpukern.serve import Engine, Request, TransformersModel, loading, memory, served
 from torch_gpukern.serve.models import ATTENTION
 
@@ -64,6 +65,7 @@ def test_answers_are_those_of_generate():
     """Prompts in pieces, beside single tokens and drafts; prompts that share their first pages."""
     net = deepseek()
     model = served(net, 40)
+    assert net.config._experts_implementation == "gpukern"
     first, second, third = prompts_of(37, 5, 20)
     prompts = [first, second, third, first[:32] + third]
     for settings in ({}, {"max_drafts": 3}):
@@ -73,6 +75,23 @@ def test_answers_are_those_of_generate():
         assert [r.answer for r in requests] == [wanted(net, p, 14) for p in prompts]
         assert all_free(engine)
     assert model.cache.latent == (32, 16) and model.cache.k.shape[3:] == (1, 48)
+
+
+def test_shared_prefixes_are_read_once(monkeypatch):
+    """Prompts that begin with the same pages, in a step of several tokens each."""
+    monkeypatch.setattr(shared, "LEAST_KEYS", {"cpu": 1, "cuda": 1})
+    net = deepseek()
+    model = served(net, 40)
+    engine = Engine(model, max_batch=3, max_step_tokens=64, max_drafts=0)
+    first, *rest = prompts_of(48, 5, 7, 9)
+    engine.submit(Request(first, max_tokens=1))
+    run(engine)
+    seen, eager = [], model.eager
+    monkeypatch.setattr(model, "eager", lambda *args: seen.append(args[2]) or eager(*args))
+    requests = [engine.submit(Request(first + p, max_tokens=6)) for p in rest]
+    run(engine)
+    assert any(prefix is not None for prefix in seen)
+    assert [r.answer for r in requests] == [wanted(net, first + p, 6) for p in rest]
 
 
 def test_a_network_is_itself_again_outside_of_steps():
@@ -113,9 +132,7 @@ def ready(directory, **settings):
 
 
 def test_a_directory_is_served(directory):
-    """Its experts are products over all of them, which a captured step needs."""
     model = ready(directory)
-    assert model.model.config._experts_implementation == "gpukern"
     (prompt,) = prompts_of(20)
     engine = Engine(model)
     request = engine.submit(Request(prompt, max_tokens=10))

@@ -172,12 +172,12 @@ def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module
     about = json.loads((directory / CONFIG).read_text()).get("quantization_config") or {}
     if "gpukern" not in about:
         net = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        changed(net)
+        patch(net, say=None)
         return net
     config = transformers.AutoConfig.from_pretrained(directory)
     del config.quantization_config
     net = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    changed(net)
+    patch(net, say=None)
     load_quantized(net, directory)
     return net
 
@@ -185,17 +185,6 @@ def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module
 def ids_of(given: int | list[int] | None) -> frozenset[int]:
     """The tokens of an eos_token_id."""
     return frozenset(given if isinstance(given, list) else [] if given is None else [given])
-
-
-def changed(net: Any) -> None:
-    """Patches norms and MLPs. Mixtures of experts become products that do not wait for the device,
-    so that a step can be captured."""
-    patch(net, say=None)
-    if any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in net.modules()):
-        from ..integrations.transformers_experts import register_experts
-
-        register_experts()
-        net.set_experts_implementation("gpukern")
 
 
 def first_line(error: Exception) -> str:

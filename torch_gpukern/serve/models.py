@@ -319,6 +319,8 @@ class TransformersModel(Model):
     dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits. `ranks` is
     by how many the model's heads were divided (shards.py).
 
+    Mixtures of experts run over grouped_gemm from then on.
+
     Layers of latent attention (DeepSeek's) attend over their latents, for prompts and single tokens
     alike (nn/latent.py); the cache stores nothing else. With dtype torch.uint8 it stores them in 8
     bits, if they are 512 + 64 wide.
@@ -343,6 +345,7 @@ class TransformersModel(Model):
         AttentionInterface.register(ATTENTION, self._attention)
         AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
         model.set_attn_implementation(ATTENTION)
+        group_experts(model)
         config = model.config.get_text_config()
         for kind in getattr(config, "layer_types", None) or ():
             if kind not in LAYERS:
@@ -421,6 +424,18 @@ class TransformersModel(Model):
         cache.write(k, v, step.slots, layer)
         out = step.attend(cache, layer, q, **rules)
         return (out if latent is None else latent.values(out))[None], None
+
+
+def group_experts(net: Any) -> None:
+    """Mixtures of experts become products that do not wait for the device, so that a step can be
+    captured. grouped_gemm takes float32 and 16 bits."""
+    found = [m for m in net.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
+    if not found or any(p.dtype is torch.float64 for p in found[0].parameters()):
+        return
+    from ..integrations.transformers_experts import register_experts
+
+    register_experts()
+    net.set_experts_implementation("gpukern")
 
 
 def _kept(c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
