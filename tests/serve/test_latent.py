@@ -9,7 +9,7 @@ from serving import all_free, prompts_of, run, save_model
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.latent import absorbed, is_latent
 from torch_gpukern.paged import shared
-from torch_gpukern.serve import Engine, Request, TransformersModel, loading, memory, served
+from torch_gpukern.serve import Engine, Request, TransformersModel, loading, memory, models, served
 from torch_gpukern.serve.models import ATTENTION
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -218,3 +218,50 @@ def test_layers_of_an_older_transformers_are_refused(monkeypatch):
     monkeypatch.delattr(type(net.model.layers[0].self_attn), "expand_kv")
     with pytest.raises(ValueError, match="no expand_kv.*expected a later transformers"):
         TransformersModel(net, 8)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("cache", (None, torch.uint8), ids=("whole", "8 bits"))
+def test_long_prompts_expand_their_new_tokens(cache, dtype, monkeypatch):
+    """In pieces, behind cached prefixes and beside decoding requests: the logits of steps without
+    expansion."""
+    if cache is not None and dtype == torch.float64:
+        pytest.skip("rows of 8 bits take no float64")
+    monkeypatch.setattr(models, "EXPANDED_TOKENS", 4)
+    net = deepseek(first_k_dense_replace=3, **DEEPSEEK).to(dtype)
+    model = TransformersModel(net, 40, dtype=cache)
+    expanded, own = [], models._expanded
+    monkeypatch.setattr(
+        models, "_expanded", lambda step, *a: expanded.append(step.has_old) or own(step, *a)
+    )
+    ids = prompts_of(40, 30, 25)
+
+    def logits(least):
+        monkeypatch.setattr(models, "EXPANDED_TOKENS", least)
+        handles = [model.cache.allocate() for _ in ids]
+        done, found = [0, 0, 0], []
+        for counts in ((20, 0, 0), (20, 9, 5), (0, 1, 8), (0, 9, 8), (0, 11, 1)):
+            some = [i for i, n in enumerate(counts) if n]
+            new = [counts[i] for i in some]
+            model.begin([handles[i] for i in some], new)
+            tokens = [t for i in some for t in ids[i][done[i] : done[i] + counts[i]]]
+            places = [p for i in some for p in range(done[i], done[i] + counts[i])]
+            starts = [sum(new[:i]) for i in range(len(new))]
+            found.append(
+                model.forward(
+                    tokens, places, list(range(sum(new))), starts, [[]] * len(new)
+                ).clone()
+            )
+            for i in some:
+                done[i] += counts[i]
+        for handle in handles:
+            model.cache.free(handle)
+        return torch.cat(found)
+
+    want = logits(10**6)
+    assert not expanded
+    got = logits(4)
+    # the third step has a request with fewer old tokens than new ones
+    assert expanded == [False] * 3 + [True] * 9  # three layers in four of the steps
+    most = 2e-5 if cache is None else 0.1  # new tokens are not read from 8 bits
+    assert (got - want).abs().max() < most * want.abs().max()

@@ -33,7 +33,13 @@ def bytes_of_steps(config: Any, batch: int, step_tokens: int, drafts: int) -> in
     """What a step needs beside weights and pages, estimated from above: its activations, and the
     logits of the longest step and of all captured ones."""
     width = max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, 1)
-    activations = 4 * step_tokens * (3 * width + 8 * config.hidden_size)
+    per_token = 3 * width + 8 * config.hidden_size
+    if getattr(config, "kv_lora_rank", None):
+        # queries over latents, their two parts, results; keys and values of new tokens
+        row = config.kv_lora_rank + config.qk_rope_head_dim
+        head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        per_token += config.num_attention_heads * (3 * row + 3 * head)
+    activations = 4 * step_tokens * per_token
     rows = min(batch * (1 + drafts), step_tokens) + sum(sizes_upto(batch))
     return activations + BYTES_OF_A_LOGIT * rows * config.vocab_size
 

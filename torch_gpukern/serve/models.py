@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..nn.latent import absorbed, is_latent, latents_of
-from ..ops import SharedPrefix, paged_attn
+from ..nn.latent import Absorbed, absorbed, is_latent, latents_of
+from ..ops import SharedPrefix, attn_merge, flash_attn_varlen, paged_attn
 from ..paged.kv_cache import PagedKVCache
 from .fused import Fused, fuse
 from .ranks import Capture, CopyingCache, Others, Run
@@ -30,6 +30,9 @@ from .transfer import moved, on_device
 ATTENTION = "gpukern_paged"
 LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
 CAPTURED_BATCH = 256  # requests of the largest captured step
+# New tokens of a request from which on a step expands latents. For fewer the further launches cost
+# more than the arithmetic that they save.
+EXPANDED_TOKENS = 256
 
 
 def sizes_upto(batch: int) -> list[int]:
@@ -60,12 +63,23 @@ class Step:
         self.slots, self.table, self.lens = slots, table, lens
         self.starts, self.longest = starts, longest
         self.prefix = prefix
+        self.old: Tensor | None = None  # keys before the new tokens, if latents are expanded
+        self.has_old = False
 
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
         new: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
         new |= {"prefix": self.prefix, **cache.scales(layer)}
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
+
+    def attend_old(
+        self, cache: PagedKVCache, layer: int, q: Tensor, **rules
+    ) -> tuple[Tensor, Tensor]:
+        """out [T, Hq, D] and lse [T, Hq] over the keys before the new tokens."""
+        how: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
+        how |= {"prefix": self.prefix, **cache.scales(layer)}
+        pages = cache.k[layer], cache.v[layer], self.table, self.old
+        return paged_attn(q, *pages, is_causal=False, return_lse=True, **how, **rules)
 
 
 class Inputs:
@@ -321,8 +335,9 @@ class TransformersModel(Model):
 
     Mixtures of experts run over grouped_gemm from then on.
 
-    Layers of latent attention (DeepSeek's) attend over their latents, for prompts and single tokens
-    alike (nn/latent.py); the cache stores nothing else. With dtype torch.uint8 it stores them in 8
+    Layers of latent attention (DeepSeek's) attend over their latents (nn/latent.py); the cache
+    stores nothing else. In a step with long prompts, the new tokens of a request attend to each
+    other over expanded keys and values, which is a third of the arithmetic. With dtype torch.uint8 it stores them in 8
     bits, if they are 512 + 64 wide.
 
     Layers in Llama's form whose norms and MLP are patched run fused (fused.py). Their weights are
@@ -378,6 +393,19 @@ class TransformersModel(Model):
         self.fused = Fused()
         self.fused = fuse(self)
 
+    def eager(
+        self, arrays: dict[str, np.ndarray], longest: int, prefix: SharedPrefix | None = None
+    ) -> None:
+        super().eager(arrays, longest, prefix)
+        if not self.latents or longest < EXPANDED_TOKENS:
+            return
+        counts = np.diff(arrays["starts"])
+        old = arrays["lens"] - counts
+        # paged_attn wants as many keys as queries, or none
+        if ((old == 0) | (old >= counts)).all():
+            self.step.old = moved(torch.from_numpy(old.astype(np.int32)), self.device)
+            self.step.has_old = bool(old.any())
+
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         with self.fused.active(self), self.latents_kept():
             out = self.model(
@@ -417,6 +445,10 @@ class TransformersModel(Model):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         step, cache, layer = served_by.step, served_by.cache, module.layer_idx
         latent = served_by.latents.get(module)
+        plain = not rules["softcap"] and rules["sinks"] is None and "window_left" not in rules
+        if latent is not None and step.old is not None and plain:
+            cache.write(k, v, step.slots, layer)
+            return _expanded(step, cache, module, latent, query, key, value, scaling)[None], None
         if latent is not None:
             q = latent.queries(query[0])
         if served_by.heard is not None:
@@ -424,6 +456,28 @@ class TransformersModel(Model):
         cache.write(k, v, step.slots, layer)
         out = step.attend(cache, layer, q, **rules)
         return (out if latent is None else latent.values(out))[None], None
+
+
+def _expanded(
+    step: Step,
+    cache: PagedKVCache,
+    module: Any,
+    latent: Absorbed,
+    query: Tensor,
+    c: Tensor,
+    k_pe: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """The attention of a step whose new tokens see each other over expanded keys and values, and
+    older tokens over latents: [T, Hq, Dv]."""
+    new = (x[0].transpose(0, 1) for x in (query, *latent.expanded(module, c, k_pe)))
+    bounds = step.starts, step.starts, step.longest, step.longest
+    out, lse = flash_attn_varlen(*new, *bounds, is_causal=True, scale=scale, return_lse=True)
+    if not step.has_old:
+        return out
+    q = latent.queries(query[0])
+    mixed, old_lse = step.attend_old(cache, module.layer_idx, q, scale=scale)
+    return attn_merge(out, lse, latent.values(mixed), old_lse)[0]
 
 
 def group_experts(net: Any) -> None:
