@@ -104,6 +104,7 @@ enum {
     X(paged_latent_sm90a, 0, 0)                         \
     X(paged_attn_sm80, 0, 0)                            \
     X(paged_attn_f32, 0, 0)                             \
+    X(paged_codes_sm80, 0, 0)                           \
     X(paged_attn_plain, 0, INVARIANT)                   \
     X(paged_latent_fp8, LATENT_8, LATENT_8 | INVARIANT) \
     X(paged_tree_sm90a, NEW_MASK, NEW_MASK)             \

@@ -35,7 +35,7 @@ E4M3 = torch.float8_e4m3fn
         (4, 1, (32, 8), 64, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_64x16"),
         (4, 1, (32, 8), 128, 16, torch.int8, "paged_attn_sm90a_bf16_int8_128x16"),
         (4, 1, (32, 8), 128, 16, torch.float8_e5m2, "paged_attn_sm90a_bf16_e5m2_128x16"),
-        (4, 1, (32, 8), 128, 8, E4M3, "paged_attn_plain_bf16_codes"),
+        (4, 1, (32, 8), 128, 8, E4M3, "paged_codes_sm80_bf16_e4m3_128x8"),
         (4, 1, (32, 8), 256, 16, torch.int8, "paged_attn_sm90a_bf16_int8_256x8"),
         (4, 4, (32, 8), 192, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_256x8"),
         (4, 1, (32, 8), 96, 16, E4M3, "paged_attn_sm90a_bf16_e4m3_128x8"),
@@ -170,6 +170,18 @@ CASES = (
         for head_dim, code in ((96, "e4m3"), (80, "int8"), (192, "e5m2"), (256, "int8"))
     )
     + tuple((*form, 256, "e4m3") for form in FORMS[1::2])
+    # pages that Hopper's kernels do not take: paged_codes_sm80
+    + tuple(
+        (*form, head_dim, code)
+        for form in (
+            ((6000,), 1, 4, 8),
+            ((2000, 1990), 4, 4, 8),
+            ((70_000, 200) + (40,) * 70, 1, 8, 24),
+            ((900, 33, 4000, 77, 3) * 6, 3, 4, 40),
+        )
+        for head_dim in (64, 96, 128, 192, 256)
+        for code in ("e4m3", "e5m2", "int8")
+    )
 )
 
 
@@ -199,7 +211,7 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", (128, 192))
-@pytest.mark.parametrize("page", (16, 64))
+@pytest.mark.parametrize("page", (8, 16, 64))
 @pytest.mark.parametrize("kind", ("negative", "tiny", "zero"))
 def test_scales_of_pages(kind, page, head_dim):
     """Scales of pages may have any sign and size. The last step of a sequence covers a page and a

@@ -13,6 +13,7 @@
 
 #include "../gemm/mainloop_sm80.cuh"
 #include "../../ptx/mma_s8.cuh"
+#include "../../tile/codes_f16.cuh"
 #include "product.cuh"
 
 namespace {
@@ -59,25 +60,6 @@ struct Int8Product : DefaultProduct {
 };
 
 /* ---- 2 8-bit floats -------------------------------------------------------------------------- */
-__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
-    union {
-        uint32_t bits;
-        __half2 pair;
-    } x, y, z;
-    x.bits = a;
-    y.bits = b;
-    z.bits = c;
-    x.pair = __hfma2(x.pair, y.pair, z.pair);
-    return x.bits;
-}
-
-/* Decodes two e4m3 codes in the upper bytes of x's halves. Codes of NaN must become NaN: 1.875,
- * which is NaN's pattern, times 9 2^12 overflows, but 1.75, the largest finite one, does not.
- * Adding 0 times that product adds 0, or NaN. The two FMAs run beside the integer units. */
-__device__ __forceinline__ uint32_t e4m3_pair(uint32_t x) {
-    const uint32_t pair = (x >> 1 & 0x3f803f80u) | (x & 0x80008000u);
-    return fma_f16x2(fma_f16x2(pair, 0x78807880u, 0), 0, pair);
-}
 __device__ __forceinline__ uint32_t any_pair(uint32_t x, const CodeBits &bits) {
     const uint32_t size = x >> bits.shift & bits.size;
     return (size | (x & 0x80008000u)) | ((size + bits.nan) & 0x40004000u);
