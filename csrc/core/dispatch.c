@@ -7,6 +7,7 @@
  * but gemm's tables and plans (cuda/tables.c). With these it explains gemm on a described GPU. */
 #include "dispatch.h"
 #include "checks.h"
+#include "invariant.h"
 #include "../cpu/kernels.h"
 #include "nvtx.h"
 #include "prefer.h"
@@ -159,10 +160,10 @@ bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *instance, const gk_c
     return false;
 }
 
-/* Plans the call with the instance that gk_gemm_prefer asked for. False if there is none or it
- * does not serve this call. */
+/* Plans the call with the instance that gk_gemm_prefer asked for. False if there is none, if it
+ * does not serve this call, or if a row's bits must not depend on M, which keys contain. */
 static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk_plan *plan) {
-    if (op != GK_OP_GEMM || !gk_any_preferred()) return false;
+    if (op != GK_OP_GEMM || !gk_any_preferred() || gk_batch_invariant()) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     if (!gpu) return false;
     gk_gemm_key key;

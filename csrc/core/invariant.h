@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* invariant.h: the switch of batch-invariant products on the CPU (docs/numerics.md).
+/* invariant.h: the switch of batch invariance (docs/numerics.md). It belongs to the process.
  *
- * While it is on, the bits of a row of gemm and weight_gemm depend on that row and the other
- * operand, not on the number of rows. It belongs to the process: plans read it, any thread may. */
+ * While it is on, the bits of a row of a product, a norm or an attention depend on that row and
+ * what it is multiplied by. Plans then choose as for every number of rows, and split k by K and N.
+ */
 #ifndef GPUKERN_INVARIANT_H
 #define GPUKERN_INVARIANT_H
 

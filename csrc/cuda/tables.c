@@ -7,6 +7,7 @@
  * gemm's tables are C files, so every build has them, and `explain gemm --arch` answers without
  * nvcc. The other tables are in the .cu files of their kernels. A build without nvcc lacks them. */
 #include "../core/dispatch.h"
+#include "../core/invariant.h"
 #include "gpukern.h"
 #include "product/gemm/tables.h"
 
@@ -41,7 +42,7 @@ extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_tab
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
 extern const gk_cuda_table gk_weight_mma_4bit_table, gk_weight_mma_8bit_table;
 extern const gk_cuda_table gk_weight_wgmma_4bit_table, gk_weight_wgmma_8bit_table;
-extern const gk_cuda_table gk_weight_decoded_table;
+extern const gk_cuda_table gk_weight_decoded_table, gk_weight_invariant_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
 extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
 extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table,
@@ -201,9 +202,9 @@ static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table}
 static const gk_cuda_table *const sparse_gemm_tables[] = {
     &gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table, &gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {
-    &gk_weight_mma_4bit_table,       &gk_weight_mma_8bit_table,  &gk_weight_wgmma_4bit_table,
-    &gk_weight_wgmma_8bit_table,     &gk_weight_decoded_table,   &gk_weight_gemm_4bit_sm80_table,
-    &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
+    &gk_weight_invariant_table,      &gk_weight_mma_4bit_table,       &gk_weight_mma_8bit_table,
+    &gk_weight_wgmma_4bit_table,     &gk_weight_wgmma_8bit_table,     &gk_weight_decoded_table,
+    &gk_weight_gemm_4bit_sm80_table, &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
 static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
                                                        &gk_norm_fwd_walk_table};
 static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_ring_sm90a_table,
@@ -239,6 +240,16 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     }
 }
 
+/* Tables whose choice of an instance follows from the number of rows, in a way that changes bits. A
+ * batch-invariant call leaves them out: weight_invariant plans weight_gemm, and the other tables
+ * serve scaled_gemm. */
+static bool looks_at_rows(const gk_cuda_table *t) {
+    return t == &gk_weight_mma_4bit_table || t == &gk_weight_mma_8bit_table ||
+           t == &gk_weight_wgmma_4bit_table || t == &gk_weight_wgmma_8bit_table ||
+           t == &gk_weight_decoded_table || t == &gk_weight_gemm_4bit_sm80_table ||
+           t == &gk_weight_gemm_8bit_sm80_table || t == &gk_scaled_gemm_decoded_table;
+}
+
 bool gk_cuda_takes(gk_op op, int table, const void *args) {
     int asked = 0; /* the features that the call needs */
     const features *x;
@@ -260,6 +271,10 @@ bool gk_cuda_takes(gk_op op, int table, const void *args) {
         if (a->flags & GK_PAGED_BATCH_INVARIANT) asked |= INVARIANT;
         if (a->k_cache.dtype == GK_U8) asked |= LATENT_8;
         if (gk_paged_mask_of(a)) asked |= NEW_MASK;
+    } else if (op == GK_OP_WEIGHT_GEMM) {
+        return !(gk_batch_invariant() && looks_at_rows(weight_gemm_tables[table]));
+    } else if (op == GK_OP_SCALED_GEMM) {
+        return !(gk_batch_invariant() && looks_at_rows(scaled_gemm_tables[table]));
     } else {
         return true;
     }

@@ -13,9 +13,10 @@ class batch_invariant:
     """Switches batch invariance on or off, for the process.
 
     While it is on, every `paged_attn` call behaves as with ``batch_invariant=True``: the bits of a
-    sequence's results depend on that sequence alone, not on the other sequences of the call. On the
-    CPU the bits of a row of `gemm`, `linear` and `weight_gemm` then depend on that row and on the
-    other operand alone. docs/numerics.md says what holds for the other ops, and on CUDA. A
+    sequence's results depend on that sequence alone, not on the other sequences of the call. The
+    bits of a row of a product, a norm, a softmax or `quantize` then depend on that row and on the
+    other operand alone, and those of `flash_attn` on the sequence. docs/numerics.md says what holds
+    where, and what it costs. Instances that `gpukern tune` found are not used while it is on. A
     captured graph keeps the state at its capture. A plain call switches for good. As a context
     manager, it restores the previous state.
 

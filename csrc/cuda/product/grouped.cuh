@@ -57,6 +57,7 @@ struct GroupedParams {
     bool no_epilogue;            /* no epilogue: rounds to 16 bits, and rows are whole 16 bytes */
     bool fours;                  /* otherwise: four results of a row are aligned */
     gk_scales sa, sb;            /* 8 bits */
+    bool apart;                  /* 8 bits: as in ScaledParams */
     /* Distances in elements: of b's scales from group to group; of both operands' scales from one
      * block of k to the next. */
     int64_t scale_group, step_a, step_b;

@@ -12,6 +12,7 @@
  *
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Refuses: e5m2, groups of k; along k, scales
  * of single columns, for 32 of k, or powers of two in a byte (grouped_gemm_plain). */
+#include "../../core/invariant.h"
 #include "../ptx/wgmma_8bit.cuh"
 #include "grouped.cuh"
 
@@ -79,7 +80,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
             if (BLOCKS) {
 #pragma unroll
                 for (int i = 0; i < 2 * COUNT; ++i) scale[i] = ahead_a[i / 2][i % 2];
-                second = join_scales(scale, ahead_b);
+                second = p.apart ? ahead_b : join_scales(scale, ahead_b);
             }
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
@@ -180,6 +181,7 @@ gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, 
     GroupedParams p = {};
     p.sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
     p.sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[2], true);
+    p.apart = gk_batch_invariant();
     p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0;
     p.step_b = p.sb.row_log2 == 7 ? p.sb.row : 0;
     p.scale_group = g->scale_b->ndim == 3 ? g->scale_b->stride[0] : 0;

@@ -6,6 +6,7 @@
  *
  * Refuses: K = 0; along k, scales of single columns, for 32 of k, or powers of two in a byte;
  * e5m2 with scales along k. */
+#include "../../core/invariant.h"
 #include "cheapest.cuh"
 #include "scaled_wide.cuh"
 
@@ -80,6 +81,7 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
     p.sb = gk_scales_of(&g->scale_b, k, n, true);
     p.f = finish_of(g);
     p.panels = panels_fit(p.f, n);
+    p.apart = gk_batch_invariant();
     p.pairs = p.f.out_dtype == GK_F32 && n % 2 == 0 && p.f.out_row % 2 == 0 &&
               (uintptr_t)p.f.out % 8 == 0;
     if (status == GK_OK && p.panels) status = make_panel_map("scaled_gemm", p.f, m, n, &p.out);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with swap-AB (scaled_swapped.cuh), for up to
  * 64 rows of a. It also takes more rows if their scales along k are not those of
- * scaled_gemm_sm90a.
+ * scaled_gemm_sm90a. Batch-invariant calls take it in that case only, because it splits k.
  *
  * Operands that are not K-major with rows of whole 16 bytes are first copied into the workspace.
  *
  * Refuses: K = 0, e5m2, int8 with scales for 32 of k. */
+#include "../../core/invariant.h"
 #include "scaled_swapped_plan.cuh"
 
 namespace {
@@ -46,7 +47,8 @@ const gk_cuda_instance instances[] = {
  * of 64. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
-    if (g->a.shape[0] > 64 && (scales_along_k(g) == 0 || scales_in_tiles(g))) return false;
+    const bool suits_tiles = scales_along_k(g) == 0 || scales_in_tiles(g);
+    if (suits_tiles && (g->a.shape[0] > 64 || gk_batch_invariant())) return false;
     for (const gk_cuda_instance &instance : instances) {
         if (g->a.shape[0] > instance.key[KEY_NT] && instance.key[KEY_NT] < 64) continue;
         if (swapped_plan(&instance, ctx, args, gk_plan_begin(plan, NULL))) return true;

@@ -50,6 +50,9 @@ struct ScaledParams {
     int sb_bytes;              /* BLOCKS, not ANY: bytes of a copy of b's scales */
     int64_t step_a, step_b;    /* BLOCKS, ANY: from a block of k to the next */
     bool fours;                /* BLOCKS, ANY: 4 scales of a row can be read as 16 bytes */
+    /* BLOCKS: two factors always. Whether they can be joined depends on the scales of other rows,
+     * which a batch-invariant call must not look at. */
+    bool apart;
 };
 
 template <class A_, class B_, class D_, int MS_, int BN_, Sums SUMS_, bool ANY_>
@@ -200,7 +203,7 @@ struct ScaledWide : OneResult {
                     for (int i = 0; i < EACH; ++i) by[i] = a[i][s];
                     const float second = join_scales(by, b[s]);
                     /* One factor serves all rows of the tile. */
-                    const bool far = __any_sync(~0u, second != 1);
+                    const bool far = __any_sync(~0u, second != 1) || shell.p.apart;
 #pragma unroll
                     for (int i = 0; i < EACH; ++i)
                         st_shared_f32(to_s + 128 * i, far ? a[i][s] : by[i]);
@@ -266,7 +269,7 @@ struct ScaledWide : OneResult {
 #pragma unroll
                 for (int i = 0; i < 2 * MS; ++i)
                     by[i] = ld_shared_f32(a_s + (64 * (i / 2) + 8 * (i % 2)) * row_bytes);
-                return join_scales(by, b);
+                return shell.p.apart ? b : join_scales(by, b);
             }
         }
 

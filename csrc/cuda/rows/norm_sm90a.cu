@@ -7,6 +7,7 @@
  *
  * Also gk_norm_fwd of 16-bit rows of 1025 to 16384 values, one block a row as in norm_fwd.cu, whose
  * launch overlaps its neighbours': of small M, as in decoding, and of plain rows (norm.cuh). */
+#include "../../core/invariant.h"
 #include "../tile/begins_sm90a.cuh"
 #include "norm.cuh"
 
@@ -19,12 +20,13 @@ namespace {
      norm_fwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
-/* A small M, and plain rows: others need so many registers that a launch is little of the time.
- */
+/* A small M, and plain rows: others need so many registers that a launch is little of the time. Not
+ * for batch-invariant calls: plain rows of a small M and of a large one round differently here. */
 bool overlapped_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                      gk_plan *plan) {
     const gk_norm_args *a = (const gk_norm_args *)args;
-    return a->x.shape[a->x.ndim - 1] > 1024 && norm_fwd_plan(instance, ctx, args, plan) &&
+    return !gk_batch_invariant() && a->x.shape[a->x.ndim - 1] > 1024 &&
+           norm_fwd_plan(instance, ctx, args, plan) &&
            (num_rows(a->x) <= NORM_SMALL_M || norm_is_plain(norm_params(a)));
 }
 

@@ -6,6 +6,7 @@
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
 #include "gpukern.h"
+#include "../../../core/invariant.h"
 #include "../../tile/divisor.h"
 #include "fwd_rows.cuh"
 #include "../split_combine.cuh"
@@ -113,8 +114,11 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     const int64_t tiles =
         (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / tile_heads;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
-    p.splits = (int)gk_max_i64(
-        least, fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas));
+    /* In a batch-invariant call the split of a sequence must not depend on the others. */
+    const int64_t found = gk_batch_invariant() ? 1
+                                               : fwd_splits(tiles, gk_ceil_div(keys, bkv),
+                                                            (int64_t)gpu->num_sms * ctas);
+    p.splits = (int)gk_max_i64(least, found);
     p.by_splits = divisor_of(p.splits);
     const double head_bytes =
         (double)x.seq_k * (x.head_dim + x.head_dim_v) * (double)gk_dtype_bytes(a->k.dtype);

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* plain_plan.c: the table of gemm_plain, and its plan. The plan chooses the tile of the least
- * estimated time, and the number of splits of k. */
+ * estimated time, and the number of splits of k. A batch-invariant call of float32 uses the small
+ * tile, whose sums are the most accurate, and does not split k. */
 #include "plain_plan.h"
+#include "../../../core/invariant.h"
 #include "split.h"
 #include "tables.h"
 
@@ -39,6 +41,7 @@ static int64_t tiles_of(const gk_cuda_instance *instance, const GemmProblem *p) 
 
 /* The number of splits of k that fills the SMs once. */
 static int64_t splits_of(const gk_cuda_instance *instance, const GemmProblem *p, int64_t sms) {
+    if (gk_batch_invariant()) return 1;
     const int64_t most =
         gk_clamp_i64(p->k / (PLAIN_SPLIT_STEPS * instance->key[KEY_BK]), 1, MAX_SPLITS);
     return gk_clamp_i64(sms * instance->key[KEY_PER_SM] / tiles_of(instance, p), 1, most);
@@ -130,7 +133,7 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
     /* With few tiles, the small tile's two-level sums keep the error down: one chain of sums
      * errs more than twice as much as a split of k would. It also spares small calls the host
      * time of the estimates. */
-    if (tiles_of(middle, p) < gpu->num_sms) {
+    if (gk_batch_invariant() || tiles_of(middle, p) < gpu->num_sms) {
         plan_tiles(small, ctx, &x, to);
         return true;
     }

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* skinny_plan.c: the table of gemm_skinny, and its plan. The plan chooses the number of weights of
- * a tile, so that every SM gets equally many tiles, and the smallest instance that holds it. */
+ * a tile, so that every SM gets equally many tiles, and the smallest instance that holds it. Warps
+ * split k, so batch-invariant calls, whose M may be any, never come here. */
 #include "skinny_plan.h"
+#include "../../../core/invariant.h"
 #include "prices.h"
 #include "tables.h"
 
@@ -105,7 +107,7 @@ static bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const 
 static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = arguments;
     const gk_dtype dtype = args->a.dtype;
-    if (dtype != GK_BF16 && dtype != GK_F16) return false;
+    if ((dtype != GK_BF16 && dtype != GK_F16) || gk_batch_invariant()) return false;
     GemmProblem *const p = &GK_OWN(SkinnyPlan, to)->p;
     bool misaligned = false;
     if (!plan_problem(ctx, args, false, p)) {

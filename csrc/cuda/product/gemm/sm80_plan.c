@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sm80_plan.c: the table of gemm_sm80, and its plan. The plan estimates the time of every instance
- * with every number of splits of k, and uses the fastest combination. */
+ * with every number of splits of k, and uses the fastest combination. A batch-invariant call is not
+ * split: then all tiles add k in the same order. */
 #include "sm80_plan.h"
+#include "../../../core/invariant.h"
 #include "split.h"
 #include "tables.h"
 
@@ -51,7 +53,7 @@ static Splits splits_of(const gk_cuda_instance *instance, const gk_gpu *gpu, con
                         gpu->clock_khz * 1e-3;
     const double step_us = 2.0 * (double)(bm * bn * bk) / (peak * key[KEY_PERCENT] * 0.01);
     Splits best = {1, steps * bk, below};
-    const int64_t most = gk_clamp_i64(steps / 4, 1, MAX_SPLITS);
+    const int64_t most = gk_batch_invariant() ? 1 : gk_clamp_i64(steps / 4, 1, MAX_SPLITS);
     int64_t each = 0;
     for (int64_t s = 1; s <= most; ++s) {
         const int64_t before = each;
@@ -78,9 +80,10 @@ static Splits splits_of(const gk_cuda_instance *instance, const gk_gpu *gpu, con
 static bool serves(const gk_gemm_args *args, const GemmProblem *p) {
     if (args->a.dtype == GK_F64) return false;
     if (args->a.dtype != GK_F32) return true;
+    if (args->fp32_precision != GK_TF32 || mode_of(p, GK_F32) & ANY) return false;
     /* A matrix times a vector is bound by memory. gemm_plain computes it in full float32 at the
      * same speed. */
-    return args->fp32_precision == GK_TF32 && p->m > 1 && p->n > 1 && !(mode_of(p, GK_F32) & ANY);
+    return (p->m > 1 || gk_batch_invariant()) && p->n > 1;
 }
 
 static void plan_instance(const gk_cuda_instance *instance, const GemmProblem *problem, int mode,

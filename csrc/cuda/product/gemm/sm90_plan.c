@@ -2,8 +2,14 @@
 /* sm90_plan.c: the tables of Hopper's gemm, and their plan. The plan chooses the instance among the
  * kernels of four .cu files (gemm_sm90a, gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a),
  * the shape of its clusters, and whether operands are read in place or copied. The choice minimises
- * an estimated time. Its constants are in prices.h and instances.def. */
+ * an estimated time. Its constants are in prices.h and instances.def.
+ *
+ * In a batch-invariant call, the instances that do not split k stand for choice, for every M. Each
+ * of their results is one chain of WGMMAs over k, so all tiles have the same bits
+ * (tests/ops/test_batch_invariant.py). Swap-AB has the same sums, but its activations round
+ * otherwise. In 16 bits it is left out; in tf32 the layout of b decides, not M. */
 #include "sm90_plan.h"
+#include "../../../core/invariant.h"
 #include "tables.h"
 
 GK_PLAN_HOLDS(HopperPlan);
@@ -139,8 +145,8 @@ static Estimate estimate_of(const gk_cuda_instance *instance, const gk_gpu *gpu,
     Estimate found = {before_us, 0};
     if (last == 0) return found;
     found.us = before_us + last_us + store_us;
-    if (is(instance, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) &&
-        2 * last <= most) {
+    if (is(instance, HALVES) && !gk_batch_invariant() &&
+        may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) && 2 * last <= most) {
         const double halves_us =
             tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US +
             HALVES_SUM_US * size;
@@ -267,7 +273,7 @@ typedef enum Way {
 } Way;
 
 static Way way_of(const GemmProblem *p, gk_dtype dtype) {
-    if (dtype == GK_F32 || p->k < SM90_SWAPAB_K) return BY_TILES;
+    if (dtype == GK_F32 || p->k < SM90_SWAPAB_K || gk_batch_invariant()) return BY_TILES;
     if (p->m <= SM90_SWAPAB_ROWS && p->n >= 2 * SM90_SWAPAB_ROWS) return SMALL_M;
     if (p->n <= SM90_SWAPAB_ROWS && p->m >= 2 * SM90_SWAPAB_ROWS) return SMALL_N;
     return BY_TILES;
@@ -279,7 +285,8 @@ typedef struct Question {
     int64_t m, n, k, batch;
     int32_t mode;
     int16_t dtype, way;
-    bool swapab, ping_pong, curve, rest[5]; /* rest: padding, so that every byte is set */
+    bool swapab, ping_pong, curve, invariant;
+    bool rest[4]; /* padding, so that every byte is set */
 } Question;
 _Static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
 
@@ -303,6 +310,7 @@ static bool is_candidate(const gk_cuda_instance *instance, const Question *q,
                          const GemmProblem *p) {
     if ((int)instance->dtype != q->dtype || instance->key[KEY_SMEM] > q->gpu->smem_per_block)
         return false;
+    if (q->invariant && instance->key[KEY_SPLITS] > 1) return false;
     if (is(instance, SWAPAB) != q->swapab || is(instance, NARROW) != (q->way == SMALL_N))
         return false;
     /* A tile must hold the short side. */
@@ -360,7 +368,8 @@ static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bo
                                .way = (int16_t)way,
                                .swapab = swapab,
                                .ping_pong = ping_pong_fits(p, dtype),
-                               .curve = p->epilogue.activation > GK_ACT_RELU};
+                               .curve = p->epilogue.activation > GK_ACT_RELU,
+                               .invariant = gk_batch_invariant()};
     Choice *const choice = kept_choice(&question);
     if (memcmp(&choice->question, &question, sizeof question) != 0) {
         choice->question = question;
@@ -375,7 +384,7 @@ static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bo
  * (docs/worklog/gemm.md). Replaces the operands and the choice if that is faster. */
 static void consider_swapped(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, Operands *o,
                              Choice *best) {
-    if (dtype == GK_F32 || p->k < SM90_SWAPAB_K) return;
+    if (dtype == GK_F32 || p->k < SM90_SWAPAB_K || gk_batch_invariant()) return;
     if (p->m >= p->n || p->m * p->n > SM90_SWAPPED_RESULTS) return;
     Operands swapped;
     swapped.p = problem_of(p, true);
@@ -391,7 +400,7 @@ static void consider_swapped(const gk_gpu *gpu, gk_dtype dtype, const GemmProble
  * copies. us: the expected time of copies and product together. */
 static bool better_in_place(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p,
                             const Operands *o, Way way, double us) {
-    if (o->bytes == 0) return false;
+    if (o->bytes == 0 || gk_batch_invariant()) return false;
     /* Small N: a is nearly all that is read, so a copy would double the time. */
     if (way == SMALL_N && o->copied[0]) return true;
     const bool chunks = in_chunks(p->a, dtype, p->a_m, p->a_k, p->a_batch, p->ndim) &&
@@ -409,7 +418,7 @@ static bool better_in_place(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem
 /* Few tiles of tf32: gemm_sm80 splits k over all SMs and may be faster. */
 static bool sm80_is_faster(const gk_context *ctx, const gk_gemm_args *args, double us) {
     gk_plan other;
-    return args->a.dtype == GK_F32 && us < FEW_TILES_US &&
+    return args->a.dtype == GK_F32 && us < FEW_TILES_US && !gk_batch_invariant() &&
            gk_gemm_sm80_table.plan(ctx, args, &other) && other.us + SM80_US < us;
 }
 
@@ -427,8 +436,9 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const GemmProblem p = gemm_problem_of(args);
     const Way way = way_of(&p, dtype);
-    /* Tiles need at least 17 rows and columns. */
-    if (way == BY_TILES && (p.m <= SKINNY_MAX_TOKENS || p.n <= SKINNY_MAX_TOKENS)) return false;
+    /* With up to 16 rows or columns, gemm_skinny is faster than tiles. */
+    const bool skinny = p.m <= SKINNY_MAX_TOKENS || p.n <= SKINNY_MAX_TOKENS;
+    if (way == BY_TILES && skinny && !gk_batch_invariant()) return false;
     /* tf32 uses swap-AB if b is MN-major. */
     const bool swapab = dtype == GK_F32 ? copy_along(p.n, p.k, p.b_n, p.b_k) : way == SMALL_M;
     Operands *const o = &GK_OWN(HopperPlan, to)->operands;

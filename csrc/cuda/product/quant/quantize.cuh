@@ -23,6 +23,7 @@
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 
+#include "../../../core/invariant.h"
 #include "../../ptx/prefetch_l2.cuh"
 #include "quantize_values.cuh"
 
@@ -409,7 +410,9 @@ template <class T, class Codes> gk_status run_rows(const gk_context *ctx, Params
     const int64_t groups = gk_max_i64(1, gk_ceil_div(p.k, VEC));
     const bool whole = p.what == GK_QUANTIZE_RMS_NORM || (p.granularity <= GK_PER_ROW && !p.given);
     const bool fits = groups <= 32 * N * MOST_WARPS;
-    p.warps = warps_for(groups, p.rows, whole ? MOST_WARPS : MOST_WARPS / 2);
+    /* The warps of a row decide the order of a norm's sum. */
+    const bool one_order = p.what == GK_QUANTIZE_RMS_NORM && gk_batch_invariant();
+    p.warps = warps_for(groups, one_order ? 1 : p.rows, whole ? MOST_WARPS : MOST_WARPS / 2);
     p.segments = whole ? 1 : (unsigned)gk_ceil_div(groups, 32 * N * p.warps);
     p.groups = (int)gk_clamp_i64(p.rows / AMAX_BLOCKS, 1, gk_max_i64(1, 4 / p.warps));
     const dim3 grid((unsigned)gk_ceil_div(p.rows, p.groups) * p.segments);

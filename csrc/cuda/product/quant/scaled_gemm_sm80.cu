@@ -12,6 +12,7 @@
  * final sums by scales of rows and columns. BLOCKS tiles multiply by scales along k after each
  * 128 or 32 of k. SMALL tiles of 16 rows do either. int8 sums are exact within a block of one
  * scale. Other sums are float32, so `accumulate` makes no difference. */
+#include "../../../core/invariant.h"
 #include "../gemm/order.cuh"
 #include "codes_mma.cuh"
 #include "relay.cuh"
@@ -237,12 +238,12 @@ const gk_cuda_instance instances[] = {
 };
 
 /* Chooses the first LARGE or BLOCKS instance that serves the call. SMALL tiles come first for
- * small M, or if large tiles would leave most SMs idle. */
+ * small M, or if large tiles would leave most SMs idle, but not in a batch-invariant call. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t large = gk_ceil_div(g->a.shape[0], 128) * gk_ceil_div(g->b.shape[1], 128);
-    const bool small =
-        g->a.shape[0] <= SCALED_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
+    const bool small = !gk_batch_invariant() && (g->a.shape[0] <= SCALED_SMALL_M ||
+                                                 2 * large <= gk_gpu_of(ctx->index)->num_sms);
     for (int other = 0; other < 2; ++other)
         for (const gk_cuda_instance &instance : instances)
             if (instance.dtype == g->a.dtype &&

@@ -15,6 +15,7 @@
  * Workspace: a copy of an int8 a that is not K-major or aligned (relay.cuh). Refuses: K that is
  * no multiple of 32 (16 bits: 16), rows that are not whole 16 bytes, 8-bit floats
  * (product_plain). */
+#include "../../../core/invariant.h"
 #include "../gemm/mainloop_sm80.cuh"
 #include "../gemm/order.cuh"
 #include "../../ptx/mma_s8.cuh"
@@ -280,7 +281,8 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     const int64_t m = g->a.shape[0],
                   large = gk_ceil_div(m, 128) * gk_ceil_div(g->values.shape[0], 128);
-    const bool small = m <= SPARSE_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
+    const bool small = !gk_batch_invariant() &&
+                       (m <= SPARSE_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms);
     for (const gk_cuda_instance &instance : instances)
         if (instance.dtype == g->a.dtype && (instance.key[KEY_SMALL] != 0) == small &&
             plan_sparse(&instance, ctx, args, plan))
