@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_gpukern import cli
 from torch_gpukern import nn as gnn
+from torch_gpukern.nn.quant.files import stays_in
 from torch_gpukern.nn.quant.recommended import recommended
 
 safetensors = pytest.importorskip("safetensors")
@@ -352,8 +353,8 @@ def test_heads_of_any_name_stay(head, tmp_path):
 
 
 def test_models_of_transformers(tmp_path):
-    """GPT-2's Conv1D stays, Mixtral's joined experts are refused before a file is written, and
-    transformers refuses the directory."""
+    """GPT-2's Conv1D stays and is refused before a file is written, and transformers refuses the
+    directory. With layout compressed-tensors, so are Mixtral's experts, which it renames."""
     transformers = pytest.importorskip("transformers")
     size = dict(
         hidden_size=64,
@@ -382,21 +383,76 @@ def test_models_of_transformers(tmp_path):
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert_bits(made.eval()(tokens).logits, llama.eval()(tokens).logits)
-    for config, model, text in (
+    for config, model, layout, text in (
         (
             transformers.MixtralConfig(**size, num_local_experts=2),
             transformers.MixtralForCausalLM,
-            "renames or joins them",
+            "compressed-tensors",
+            "renames or joins tensors",
         ),
         (
             transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64),
             transformers.GPT2LMHeadModel,
+            "gpukern",
             "weight of an nn.Linear",
         ),
     ):
         model(config).save_pretrained(tmp_path / model.__name__)
         with pytest.raises(ValueError, match=text):
             gnn.quantize_directory(
-                tmp_path / model.__name__, tmp_path / "x", "w8", show=False, say=None
+                tmp_path / model.__name__,
+                tmp_path / "x",
+                "w8",
+                show=False,
+                say=None,
+                layout=layout,
             )
         assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("family", ("mixtral", "qwen3_moe", "gpt_oss"))
+@pytest.mark.parametrize("recipe", ("fp8", "w4", "int8"))
+def test_mixtures_of_experts(family, recipe, tmp_path):
+    """Directories of mixtures, whose files have other names than transformers' modules (Mixtral,
+    Qwen3) or the same (gpt-oss): the loaded model has the bits of the model that was quantised in
+    memory, and save_pretrained of it can be loaded. Routers and heads keep their bits."""
+    transformers = pytest.importorskip("transformers", minversion="5.10")
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(tmp_path / "plain")
+    changed = gnn.quantize_directory(
+        tmp_path / "plain", tmp_path / "few", recipe, show=False, say=None
+    )
+    experts = [name for name in changed if name.endswith("experts")]
+    assert len(experts) == (0 if recipe == "int8" else 2) and len(changed) == 8 + len(experts)
+    assert not any("gate" in name or "router" in name or "head" in name for name in changed)
+    done = gnn.quantize(model, recipe, skip=stays_in(model), say=None)
+    assert set(done.replaced) == set(changed)
+    about = transformers.AutoConfig.from_pretrained(tmp_path / "few")
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        want = model(ids).logits
+    model.save_pretrained(tmp_path / "saved")
+    for directory in ("few", "saved"):
+        made = kind.from_config(about, dtype=torch.bfloat16).eval()
+        assert set(gnn.load_quantized(made, tmp_path / directory)) == set(changed)
+        with torch.no_grad():
+            assert_bits(made(ids).logits, want)

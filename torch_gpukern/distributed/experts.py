@@ -183,10 +183,15 @@ def shard_experts(layer: MoE, group: Group = None) -> MoE:
         The layer.
 
     Raises:
-        ValueError: the experts are cut already, or `num_experts` is no multiple of the group's
+        ValueError: the experts are cut already, or are quantised, or `num_experts` is no multiple of the group's
             size.
     """
     ranks = Ranks(process_group(group).group_name)
+    if "gate_up_proj" not in layer._parameters:
+        raise ValueError(
+            "shard_experts: the layer's experts are quantised; expert_parallel multiplies by 16 and "
+            "32 bits. Restore them first"
+        )
     if layer.gate_up_proj.shape[0] != layer.num_experts:
         raise ValueError("shard_experts: the layer's experts are spread over ranks already")
     if layer.num_experts % ranks.size:

@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as TheirConv1D
 
-from ..nn.latent import is_latent
 from ..nn.patching import Patched, patch
-from ..nn.quant.files import SKIP, heads_of
-from ..nn.quant.quantize import Quantized, is_skipped, quantize
+from ..nn.quant.files import stays_in
+from ..nn.quant.quantize import Quantized, quantize
 from ..nn.rows import served
 from ..nn.similar import MLP
 from ..ops import linear, rope
@@ -90,7 +89,7 @@ def change(
     `quantize` the patched ones."""
     model = done.model
     _attention(done, model, name)
-    _experts(done, model, name, experts, quantise)
+    _experts(done, model, name, experts)
     _rotation(done, model)
     done.patched = patch(model, None, fused_linear_cross_entropy=loss)
     for path, module in model.named_modules():
@@ -100,13 +99,8 @@ def change(
     _count_layers(done)
     _other_layers(done, model)
     if quantise is not None:
-        heads = heads_of(model)
-        # attention over latents multiplies by parts of these weights
-        heads = {*heads, *(m.kv_b_proj for m in model.modules() if is_latent(m))}
-        done.quantized = quantize(
-            model, quantise, skip=lambda name, m: is_skipped(name, m, SKIP) or m in heads, say=None
-        )
-        done.done["quantised"] = f"{len(done.quantized.replaced)} Linear -> {quantise}"
+        done.quantized = quantize(model, quantise, skip=stays_in(model), say=None)
+        done.done["quantised"] = f"{done.quantized.counted()} -> {quantise}"
         for paths, why in _by_reason(done.quantized.skipped).items():
             done.left[f"{paths} in {quantise}"] = why
     if not loss:
@@ -242,14 +236,11 @@ def _experts(
     model: PreTrainedModel,
     name: str,
     register: Callable[[], None],
-    quantise: str | None,
 ) -> None:
     found = [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
     if not found:
         return
     kind = type(found[0]).__name__
-    if quantise is not None:
-        done.left[f"{kind} in {quantise}"] = "its weights are no nn.Linear's"
     if any(p.dtype is torch.float64 for p in found[0].parameters()):
         done.left["experts"] = f"{kind} is float64, grouped_gemm takes float32 and 16 bits"
         return

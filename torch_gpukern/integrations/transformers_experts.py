@@ -5,8 +5,7 @@ over grouped_gemm."""
 import torch
 from torch import Tensor
 
-from ..nn.moe import grouped_experts
-from ..ops import swiglu
+from ..nn.moe import names_of_experts, transformers_experts
 
 __all__ = ["register_experts"]
 
@@ -45,28 +44,9 @@ def register_experts(name: str = "gpukern") -> None:
 def _experts(
     module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    which = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, which), module.down_proj
-    biases = {}
-    if module.has_bias:
-        biases = {"up_bias": getattr(module, f"{which}_bias"), "down_bias": module.down_proj_bias}
+    up, down = (getattr(module, name) for name in names_of_experts(module))
     if not module.is_transposed:
         up, down = up.mT, down.mT
     x = hidden_states.to(up.dtype)  # autocast casts no parameter
-    after = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    out = grouped_experts(
-        x, top_k_index, top_k_weights, up, down, _gate_of(module), **biases, after=after
-    )
+    out = transformers_experts(module, x, top_k_index, top_k_weights, up, down)
     return out.to(hidden_states.dtype)
-
-
-def _gate_of(module: torch.nn.Module):
-    """SwiGLU in one pass where the model's own is that."""
-    if not module.has_gate:
-        return module.act_fn
-    if type(module)._apply_gate.__name__ != "_default_apply_gate":
-        return module._apply_gate
-    silu = (
-        isinstance(module.act_fn, torch.nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
-    )
-    return swiglu if silu else module._apply_gate

@@ -17,7 +17,7 @@ from .losses import (
 from .moe import MoE, grouped_experts
 from .patching import Patched, patch
 from .quant.calibration import Observed, calibrate
-from .quant.files import load_quantized, quantize_directory
+from .quant.files import quantize_directory
 from .quant.fp8 import Fp8Linear
 from .quant.fp8_gather import fp8_all_gather
 from .quant.importers import from_awq, from_compressed_tensors, from_gptq, from_torchao
@@ -27,6 +27,7 @@ from .quant.importers_4bit import (
     from_nvfp4,
     from_pack_quantized,
 )
+from .quant.loading import load_quantized
 from .quant.qat import QatLinear
 from .quant.quantize import RECIPES, Quantized, quantize
 from .quant.quantized import QuantizedLinear

@@ -21,7 +21,7 @@ from ..ops import linear
 from ..ops.quantize import Granularity
 from .layers import Linear, has_hooks
 from .quant.quantized import QuantizedLinear
-from .quant.schemes import SCHEMES, Tensors
+from .quant.schemes import DIMS, SCHEMES, Tensors
 
 __all__ = ["Joined", "joined", "side_by_side"]
 
@@ -92,7 +92,7 @@ def joined(layers: Sequence[Any]) -> Joined | None:
     recipe = layers[0].scheme
     if any(layer.scheme != recipe for layer in layers):
         return None
-    dims = _dims(recipe)
+    dims = DIMS[recipe]
     held = [layer._tensors() for layer in layers]
     if any(t.keys() != held[0].keys() for t in held):
         return None
@@ -121,20 +121,6 @@ def _is_product(layer: Any) -> bool:
         return True
     weight = layer._parameters.get("weight")
     return type(weight) is torch.nn.Parameter and not weight.is_meta
-
-
-def _dims(recipe: str) -> dict[str, tuple[int | None, int]]:
-    """For each tensor of a recipe: the dimension that grows with the rows of the weight, and how
-    many rows an index there stands for. (None, 1) if the tensor does not grow with the rows.
-
-    Found by comparing the shapes for weights of 128 and 256 rows.
-    """
-    one, two = (SCHEMES[recipe].spec(n, 128) for n in (128, 256))
-    found: dict[str, tuple[int | None, int]] = {}
-    for name, (shape, _) in one.items():
-        grows = [d for d, size in enumerate(shape) if two[name][0][d] != size]
-        found[name] = (grows[0], 128 // shape[grows[0]]) if grows else (None, 1)
-    return found
 
 
 def _can_join(tensors: list[Tensor], at: tuple[int | None, int], sizes: list[int]) -> bool:

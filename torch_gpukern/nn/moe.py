@@ -6,7 +6,7 @@ Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv:1701.06538; G
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +19,30 @@ from .layers import Linear, _check_activation
 __all__ = ["MoE", "grouped_experts"]
 
 
+class ExpertWeights(Protocol):
+    """Weights of all experts in another form than one tensor [E, K, N]: in few bits, for one
+    (quant/experts.py)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, K, N)"""
+
+    def times(self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+        """The products of rows [R, K], sorted by expert: expert which[r] multiplies row r, and
+        expert e the rows before ends[e]. Rows of no expert may hold anything in the result."""
+
+    def times_swiglu(
+        self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`times` of swiglu(rows)."""
+
+
 def grouped_experts(
     x: Tensor,
     expert_of: Tensor,
     weight_of: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | ExpertWeights,
+    down: Tensor | ExpertWeights,
     gate: Callable[[Tensor], Tensor] = swiglu,
     *,
     up_bias: Tensor | None = None,
@@ -42,7 +60,8 @@ def grouped_experts(
         x: [T, H] float32, bfloat16 or float16.
         expert_of: [T, J] int32 or int64.
         weight_of: [T, J].
-        up: [E, H, I] in x's dtype, any strides (``w.mT`` of weights stored as in nn.Linear).
+        up: [E, H, I] in x's dtype, any strides (``w.mT`` of weights stored as in nn.Linear). A
+            quantised module passes its weights in few bits for up and down.
         down: [E, I', H], any strides; gate maps I columns to I'.
         gate: a function of rows [R, I] that treats each row alone.
         up_bias, down_bias: [E, I] and [E, H].
@@ -65,12 +84,23 @@ def grouped_experts(
     every = torch.arange(up.shape[0], device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
     rows = x.index_select(0, order // each)
-    rows = gate(grouped_gemm(rows, up, ends, bias=up_bias))
-    rows = grouped_gemm(rows, down, ends, bias=down_bias)
+    rows = _times(rows, up, experts, ends, up_bias)
+    if gate is swiglu and not isinstance(down, Tensor):
+        rows = down.times_swiglu(rows, experts, ends, down_bias)
+    else:
+        rows = _times(gate(rows), down, experts, ends, down_bias)
     if after is not None:
         rows = after(rows)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
     return weighted_sum(rows.index_select(0, place), weight_of, chosen).to(x.dtype)
+
+
+def _times(
+    rows: Tensor, w: Tensor | ExpertWeights, which: Tensor, ends: Tensor, bias: Tensor | None
+) -> Tensor:
+    if isinstance(w, Tensor):
+        return grouped_gemm(rows, w, ends, bias=bias)
+    return w.times(rows, which, ends, bias)
 
 
 def marked(expert_of: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -96,16 +126,14 @@ def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> No
         )
 
 
-def check_experts(
-    op: str, x: Tensor, expert_of: Tensor, up: Tensor | None, down: Tensor | None
-) -> None:
+def check_experts(op: str, x: Tensor, expert_of: Tensor, up: Any, down: Any) -> None:
     if expert_of.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{op}: expert_of must be int32 or int64, got {expert_of.dtype}")
     if (
         up is None
         or down is None
-        or up.dim() != 3
-        or down.dim() != 3
+        or len(up.shape) != 3
+        or len(down.shape) != 3
         or up.shape[0] != down.shape[0]
     ):
         shapes = " and ".join("None" if m is None else str(list(m.shape)) for m in (up, down))
@@ -192,11 +220,13 @@ class MoE(torch.nn.Module):
         if self.normalize:
             weight_of = weight_of / weight_of.sum(-1, keepdim=True)
         gate = swiglu if self.activation == "silu" else self._gated
-        out = self.multiply(
-            rows, expert_of, weight_of, self.gate_up_proj.mT, self.down_proj.mT, gate
-        )
+        out = self.multiply(rows, expert_of, weight_of, *self._matrices(), gate)
         out = out.reshape(x.shape)
         return (out, logits.reshape(*x.shape[:-1], self.num_experts)) if return_logits else out
+
+    def _matrices(self) -> tuple[Any, Any]:
+        """up and down as `grouped_experts` takes them."""
+        return self.gate_up_proj.mT, self.down_proj.mT
 
     def _gated(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -208,3 +238,45 @@ class MoE(torch.nn.Module):
             f"num_experts={self.num_experts}, "
             f"top_k={self.top_k}, normalize={self.normalize}, activation={self.activation}"
         )
+
+
+# ---- experts of transformers ---------------------------------------------------------------------
+
+
+def is_transformers_experts(module: torch.nn.Module) -> bool:
+    """Whether transformers' ``use_experts_implementation`` made the module's class."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def names_of_experts(module: Any) -> tuple[str, str]:
+    """The names of a transformers module's up and down weights."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def transformers_experts(
+    module: Any, hidden_states: Tensor, expert_of: Tensor, weight_of: Tensor, up: Any, down: Any
+) -> Tensor:
+    """The forward of a transformers experts module over `grouped_experts`. up and down are as
+    `grouped_experts` takes them."""
+    biases = {}
+    if module.has_bias:
+        biases = {
+            f"{part}_bias": getattr(module, f"{name}_bias")
+            for part, name in zip(("up", "down"), names_of_experts(module), strict=True)
+        }
+    after = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+    return grouped_experts(
+        hidden_states, expert_of, weight_of, up, down, _gate_of(module), **biases, after=after
+    )
+
+
+def _gate_of(module: Any):
+    """SwiGLU in one pass where the model's own is that."""
+    if not module.has_gate:
+        return module.act_fn
+    if type(module)._apply_gate.__name__ != "_default_apply_gate":
+        return module._apply_gate
+    silu = (
+        isinstance(module.act_fn, torch.nn.SiLU) or type(module.act_fn).__name__ == "SiLUActivation"
+    )
+    return swiglu if silu else module._apply_gate

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..nn import load_quantized, patch, quantize
-from ..nn.latent import latents_of
-from ..nn.quant.quantized import QuantizedLinear
+from ..nn.quant.files import stays_in
+from ..nn.quant.quantized import HoldsCodes
 from ..nn.quant.recommended import recommended
 from ..nn.quant.schemes import IMPORTED, SCHEMES
 from .eight_bit import TEXTS, dtype_of, scales_of
@@ -28,9 +28,6 @@ from .tokenizer import Bytes, Tokenizer
 
 CONFIG = "config.json"
 RECIPES = tuple(r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static)
-HEAD = ("lm_head", "lm_head.*")  # stays as it is; a rank's part of it, too
-# Attention over latents multiplies by parts of this weight, which would be decoded (nn/latent.py).
-EXPANSION = ("kv_b_proj",)
 
 
 class What(NamedTuple):
@@ -98,14 +95,13 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
 
 
 def quantised(net: nn.Module, recipe: str) -> None:
-    before = next((m.scheme for m in net.modules() if isinstance(m, QuantizedLinear)), None)
+    before = next((m.scheme for m in net.modules() if isinstance(m, HoldsCodes)), None)
     if before is not None:
         raise ValueError(
             f"--recipe is {recipe}, and the directory's weights are {before} already; leave "
             f"--recipe out, or serve the directory that they were made from"
         )
-    skip = HEAD if latents_of(net) is None else HEAD + EXPANSION
-    quantize(net, recipe, skip=skip, say=None)
+    quantize(net, recipe, skip=stays_in(net), say=None)
 
 
 def prompts_of(tokenizer: Any, net: Any) -> list[list[int]]:
@@ -169,8 +165,8 @@ def random(size: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     """Patched, which comes before quantising: `patch` looks at plain weights."""
-    about = json.loads((directory / CONFIG).read_text()).get("quantization_config") or {}
-    if "gpukern" not in about:
+    about = json.loads((directory / CONFIG).read_text()).get("quantization_config")
+    if not about:
         net = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
         patch(net, say=None)
         return net

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """quantize(model, recipe): quantises the Linear layers of a model in place, and restores them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,9 +10,17 @@ import torch
 
 from ..layers import Linear
 from .calibration import Observed, calibrate
+from .experts import (
+    QuantizedExperts,
+    as_in_linear,
+    become_experts,
+    names_in,
+    pack_module,
+    why_not,
+)
 from .fp8 import HISTORIES, Fp8Linear
 from .qat import WAYS, QatLinear, step_of
-from .quantized import FORMAT, VERSION, QuantizedLinear
+from .quantized import FORMAT, VERSION, HoldsCodes, QuantizedLinear
 from .schemes import IMPORTED, SCHEMES
 
 __all__ = ["RECIPES", "Quantized", "quantize"]
@@ -37,6 +46,8 @@ class Quantized:
         self.skipped: dict[str, str] = {}
         self.bytes_before = self.bytes_after = 0
         self._changed: dict[str, tuple[torch.nn.Linear, type, torch.nn.Parameter]] = {}
+        # modules of experts, with their class and parameters
+        self._experts: dict[str, tuple[Any, type, dict[str, torch.nn.Parameter | None]]] = {}
 
     def restore(self) -> None:
         """Restores every layer. Weights have their original bits, on the device and in the dtype
@@ -62,6 +73,18 @@ class Quantized:
                 **module._parameters,
             }  # type: ignore[assignment]
             del self._changed[name]
+            self.replaced.pop(name, None)
+        for name, (module, before, parameters) in list(self._experts.items()):
+            if not isinstance(module, QuantizedExperts) or "forward" in vars(module):
+                left.append(f"{name or 'the model'} is {type(module).__name__} now")
+                continue
+            like = vars(module).pop("weight_like")
+            for weight in module.shapes:
+                _follow(parameters[weight], like)  # type: ignore[arg-type]
+            _strip(module)
+            module.__class__ = before
+            module._parameters = {n: module._parameters.get(n, p) for n, p in parameters.items()}
+            del self._experts[name]
             self.replaced.pop(name, None)
         _mark(self.model, self.recipe)
         if left:
@@ -99,13 +122,22 @@ class Quantized:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
+    def counted(self) -> str:
+        """ "14 Linear and 2 MixtralExperts": what was quantised."""
+        kinds = Counter(before.__name__ for _, before, _ in self._experts.values())
+        linear = len(self.replaced) - len(self._experts)
+        counts = ([f"{linear} Linear"] if linear or not kinds else []) + [
+            f"{count} {kind}" for kind, count in kinds.items()
+        ]
+        return " and ".join(counts)
+
     def __str__(self) -> str:
         lines = [f"{name}: {what}" for name, what in self.replaced.items()]
         return "\n".join(lines + [f"{name}: left, {why}" for name, why in self.skipped.items()])
 
 
 _OURS = (QuantizedLinear, Fp8Linear, QatLinear)
-_ATTRIBUTES = ("scheme", "names", "code_dtypes", "recipe", "scaling", "weight_like")
+_ATTRIBUTES = ("scheme", "names", "code_dtypes", "recipe", "scaling", "weight_like", "shapes")
 
 
 def config_entry(recipe: str) -> dict[str, Any]:
@@ -128,7 +160,7 @@ def _mark(model: torch.nn.Module, recipe: str) -> None:
         return
     held = getattr(config, "quantization_config", None)
     ours = isinstance(held, dict) and "gpukern" in held
-    if any(isinstance(m, QuantizedLinear) for m in model.modules()):
+    if any(isinstance(m, HoldsCodes) for m in model.modules()):
         if held is None:
             config.quantization_config = config_entry(recipe)
     elif ours:
@@ -173,7 +205,8 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     say: Callable[[str], object] | None = print,
 ) -> Quantized:
-    """Quantises every nn.Linear of a model in place and prints a summary.
+    """Quantises every nn.Linear and every mixture of experts of a model in place and prints a
+    summary.
 
     =======================  ============================================================================
     fp8, fp8-block           e4m3 weights and activations, a scale a row or a block, activations' as they come
@@ -191,8 +224,12 @@ def quantize(
     state_dict has by name. To load one, quantize a model of the same kind with the same recipe
     first. A weight that an embedding shares stays with the embedding.
 
+    Experts are those of `torch_gpukern.nn.MoE` and of transformers' mixtures. They have the recipes
+    fp8, fp8-block, w8, w4, w4-zero and mxfp4; with another recipe they stay, and the summary names
+    them.
+
     Args:
-        model: any module, or an nn.Linear itself.
+        model: any module, or an nn.Linear or a mixture of experts itself.
         recipe: one of the above (`RECIPES`).
         skip: patterns (``"*.router"``) of whole names or last parts; or ``skip(name, module)``.
         calibration: batches (see `calibrate`), for the static recipes; w4, mxfp4, nvfp4 and 2:4
@@ -221,7 +258,7 @@ def quantize(
             f"called with"
         )
     done = Quantized(model, recipe)
-    found = _found(done, model, recipe, skip)
+    found, experts = _found(done, model, recipe, skip)
     seen = {} if calibration is None else calibrate(model, calibration, found, show=say is not None)
     if scheme is not None and scheme.static and found.keys() - seen.keys():
         raise ValueError(
@@ -236,6 +273,8 @@ def quantize(
     try:
         for name, module in found.items():
             _change(done, name, module, recipe, seen.get(name))
+        for name, module in experts.items():
+            _change_experts(done, name, module, recipe)
     except BaseException:
         done.restore()
         raise
@@ -268,16 +307,23 @@ def _check_seen(recipe: str, static: bool, seen: dict[str, Observed]) -> None:
 
 def _found(
     done: Quantized, model: torch.nn.Module, recipe: str, skip: Any
-) -> dict[str, torch.nn.Linear]:
-    """The layers to change. Reasons for the others go to ``done.skipped``."""
+) -> tuple[dict[str, torch.nn.Linear], dict[str, torch.nn.Module]]:
+    """The layers and the experts to change. Reasons for the others go to ``done.skipped``."""
     closed: set[torch.nn.Module] = set()
     for module in model.modules():
         if isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)):
             closed.update(module.modules())
-    scheme, found = SCHEMES.get(recipe), {}
+    scheme, found, experts = SCHEMES.get(recipe), {}, {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, HoldsCodes):
             done.skipped[name] = f"it is {module.scheme} already"
+            continue
+        if names_in(module) is not None:
+            reason = "skipped" if is_skipped(name, module, skip) else why_not(module, recipe)
+            if reason is None:
+                experts[name] = module
+            else:
+                done.skipped[name] = reason
             continue
         if not isinstance(module, torch.nn.Linear):
             continue
@@ -299,7 +345,7 @@ def _found(
             found[name] = module
             continue
         done.skipped[name] = why
-    return found
+    return found, experts
 
 
 def is_skipped(name: str, module: Any, skip: Any) -> bool:
@@ -334,11 +380,23 @@ def _change(
     done.replaced[name] = recipe
 
 
+def _change_experts(done: Quantized, name: str, module: Any, recipe: str) -> None:
+    before, parameters = type(module), dict(module._parameters)
+    packed = pack_module(module, recipe)
+    for weight, p in packed.items():
+        w = as_in_linear(module, parameters[weight])
+        done.bytes_before += w.numel() * w.element_size()
+        done.bytes_after += sum(t.numel() * t.element_size() for t in p.tensors.values())
+    become_experts(module, recipe, packed)
+    done._experts[name] = module, before, parameters
+    done.replaced[name] = recipe
+
+
 def _report(done: Quantized, say: Callable[[str], object]) -> None:
     names = [name or "the model" for name in done.replaced]
     if names:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        line = f"gpukern: {len(names)} Linear -> {done.recipe} ({RECIPES[done.recipe]}): {some}"
+        line = f"gpukern: {done.counted()} -> {done.recipe} ({RECIPES[done.recipe]}): {some}"
         if done.bytes_after:
             line += f"; {done.bytes_before / 2**20:.1f} -> {done.bytes_after / 2**20:.1f} MiB"
         say(line)

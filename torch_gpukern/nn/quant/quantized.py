@@ -70,7 +70,77 @@ class _Transformable(torch.autograd.Function):
     backward = staticmethod(_gradients)
 
 
-class QuantizedLinear(torch.nn.Module):
+class HoldsCodes(torch.nn.Module):
+    """A module whose weights are buffers of codes and scales, which keep their dtypes.
+
+    Buffers hold 8-bit floats as uint8, because gloo, and with it DistributedDataParallel on the
+    CPU, cannot send 8-bit floats. The state_dict has them in their own dtype, and a magic, a version
+    and the recipe beside them.
+    """
+
+    scheme: str
+    names: tuple[str, ...]
+    code_dtypes: dict[str, torch.dtype]  # of the buffers that hold 8-bit floats as uint8
+
+    def _hold_tensors(self, recipe: str, tensors: Tensors) -> None:
+        self.scheme, self.names = recipe, tuple(tensors)
+        self.code_dtypes = {n: t.dtype for n, t in tensors.items() if t.dtype in EIGHT_BITS}
+        for name, t in tensors.items():
+            # as its shape says: a [1, N] of strides (1, 1) counts as overlapping in a broadcast
+            t = t.flatten().view(t.shape)
+            self.register_buffer(name, t.view(torch.uint8) if name in self.code_dtypes else t)
+
+    def _tensors(self) -> Tensors:
+        """The recipe's tensors in the dtypes that its products read."""
+        held: Tensors = {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
+        for name, dtype in self.code_dtypes.items():
+            held[name] = held[name].view(dtype)
+        return held
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        """Codes and scales go where the module goes, in the dtypes that they have. One that cannot
+        go leaves all as it was."""
+        held = {name: self._buffers[name] for name in self.names}
+        moved, like = {}, vars(self).get("weight_like")
+        for name, t in held.items():
+            there = fn(t)
+            moved[name] = there if there.dtype is t.dtype else t.to(there.device)
+        self._buffers.update(dict.fromkeys(self.names))
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._buffers.update(held)
+            raise
+        self._buffers.update(moved)
+        if like is not None:
+            self.weight_like = fn(like)
+        return self
+
+    # ---- what a state_dict says of itself ----
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, dtype in self.code_dtypes.items():
+            destination[prefix + name] = destination[prefix + name].view(dtype)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        """Another recipe's state is refused before any of it is copied."""
+        for name, dtype in self.code_dtypes.items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.dtype is not torch.uint8:
+                state_dict[prefix + name] = given.to(dtype).view(torch.uint8)
+        if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
+            check_state(state, self.scheme)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def get_extra_state(self) -> Tensor:
+        return state_of(self.scheme)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        check_state(state, self.scheme)
+
+
+class QuantizedLinear(HoldsCodes):
     """``x @ weight.mT + bias`` with the weight in few bits. `torch_gpukern.nn.quantize` makes it of
     an nn.Linear; its recipe says how weight and activations are rounded.
 
@@ -80,18 +150,12 @@ class QuantizedLinear(torch.nn.Module):
     The state_dict has the tensors by name, and a magic and a version of how they lie: another
     version's, and another recipe's, are refused by name.
 
-    Buffers hold 8-bit floats as uint8, because gloo, and with it DistributedDataParallel on the
-    CPU, cannot send 8-bit floats. The state_dict has them in their own dtype.
-
     ``weight`` decodes the weight whenever it is read, in the dtype that the module's weight had, for
     those who look at it (merges of adapters, models that multiply by it themselves, tests).
     """
 
     in_features: int
     out_features: int
-    scheme: str
-    names: tuple[str, ...]
-    code_dtypes: dict[str, torch.dtype]  # of the buffers that hold 8-bit floats as uint8
     activation: Activation = "none"  # of the class, as in Linear
 
     def __init__(
@@ -113,24 +177,13 @@ class QuantizedLinear(torch.nn.Module):
         )
 
     def _hold(self, recipe: str, k: int, n: int, tensors: Tensors) -> None:
-        self.in_features, self.out_features, self.scheme, self.names = k, n, recipe, tuple(tensors)
-        self.code_dtypes = {n: t.dtype for n, t in tensors.items() if t.dtype in EIGHT_BITS}
-        for name, t in tensors.items():
-            # as its shape says: a [1, N] of strides (1, 1) counts as overlapping in a broadcast
-            t = t.flatten().view(t.shape)
-            self.register_buffer(name, t.view(torch.uint8) if name in self.code_dtypes else t)
+        self.in_features, self.out_features = k, n
+        self._hold_tensors(recipe, tensors)
 
     def order_input(self, order: Tensor) -> None:
         """Has the layer read column order[i] of x as its column i: groups of k that were not in
         order (GPTQ's act-order)."""
         self.register_buffer("input_order", order)
-
-    def _tensors(self) -> Tensors:
-        """The recipe's tensors in the dtypes that its products read."""
-        held: Tensors = {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
-        for name, dtype in self.code_dtypes.items():
-            held[name] = held[name].view(dtype)
-        return held
 
     @property
     def weight(self) -> Tensor:
@@ -173,25 +226,6 @@ class QuantizedLinear(torch.nn.Module):
             f"recipe={self.scheme}, bits={each:.2f}"
         )
 
-    def _apply(self, fn: Callable, recurse: bool = True):
-        """Codes and scales go where the module goes, in the dtypes that they have. One that cannot
-        go leaves all as it was."""
-        held = {name: self._buffers[name] for name in self.names}
-        moved, like = {}, vars(self).get("weight_like")
-        for name, t in held.items():
-            there = fn(t)
-            moved[name] = there if there.dtype is t.dtype else t.to(there.device)
-        self._buffers.update(dict.fromkeys(self.names))
-        try:
-            super()._apply(fn, recurse)
-        except BaseException:
-            self._buffers.update(held)
-            raise
-        self._buffers.update(moved)
-        if like is not None:
-            self.weight_like = fn(like)
-        return self
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Earlier pickles have 8-bit floats among their buffers."""
         super().__setstate__({**state, "_buffers": as_codes(state["_buffers"])})
@@ -203,21 +237,10 @@ class QuantizedLinear(torch.nn.Module):
                 {name: self._buffers.pop(name) for name in self.names},
             )
 
-    # ---- what a state_dict says of itself ----
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, dtype in self.code_dtypes.items():
-            destination[prefix + name] = destination[prefix + name].view(dtype)
-
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
         """Groups may be of another size than the layer was made with, their scales of another
         floating dtype, and columns in an order of their own. Another recipe's state is refused
         before any of it is copied."""
-        for name, dtype in self.code_dtypes.items():
-            given = state_dict.get(prefix + name)
-            if isinstance(given, Tensor) and given.dtype is not torch.uint8:
-                state_dict[prefix + name] = given.to(dtype).view(torch.uint8)
         if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
             check_state(state, self.scheme)
         order = state_dict.get(f"{prefix}input_order")
@@ -234,12 +257,6 @@ class QuantizedLinear(torch.nn.Module):
             if alike and given.dim() == 2 and given.shape[1] == self.out_features:
                 self._buffers[name] = torch.empty_like(given, device=held.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def get_extra_state(self) -> Tensor:
-        return state_of(self.scheme)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        check_state(state, self.scheme)
 
 
 def taken(layer: str, x: Tensor, k: int) -> Tensor:

@@ -526,3 +526,18 @@ SCHEMES["w8-shift"] = _with_shift("int8", SCHEMES["w8"])
 IMPORTED = ("w4-shift", "w8-shift")  # which `quantize` does not offer
 # whose groups may have another size than `pack` gives them
 GROUPED = ("w4", "w8", "w4-zero", *IMPORTED)
+
+
+def _dims_of(recipe: str) -> dict[str, tuple[int | None, int]]:
+    """Found by comparing the shapes for weights of 128 and 256 rows."""
+    one, two = (SCHEMES[recipe].spec(n, 128) for n in (128, 256))
+    found: dict[str, tuple[int | None, int]] = {}
+    for name, (shape, _) in one.items():
+        grows = [d for d, size in enumerate(shape) if two[name][0][d] != size]
+        found[name] = (grows[0], 128 // shape[grows[0]]) if grows else (None, 1)
+    return found
+
+
+# For each tensor of a recipe: the dimension that grows with the rows of the weight, and how many
+# rows an index there stands for. (None, 1) if the tensor does not grow with the rows.
+DIMS = {recipe: _dims_of(recipe) for recipe in SCHEMES}

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Experts in few bits against a loop over tokens with the decoded weights in float64."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import generator, randn
+
+from torch_gpukern import nn as gnn
+from torch_gpukern.nn.quant import experts as quantised
+from torch_gpukern.nn.quant.experts import SERVED, PackedExperts, pack_experts
+from torch_gpukern.nn.quant.schemes import SCHEMES
+
+EXPERTS, N, K = 5, 72, 160  # N is no multiple of a tile, K of no group but 16 and 32
+
+
+def relative(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+# what rounding activations (or a result in bfloat16) adds, over the root mean square
+MOST = {"fp8": 0.04, "fp8-block": 0.04}
+
+
+def packed_of(recipe, gen, dtype=torch.float32, experts=EXPERTS, n=N, k=K):
+    w = randn(gen, experts, n, k).to(dtype)
+    return w, PackedExperts(recipe, pack_experts(recipe, w), (experts, k, n))
+
+
+def sorted_rows(gen, rows, dtype, experts=EXPERTS, k=K):
+    x = randn(gen, rows, k).to(dtype)
+    which = torch.randint(experts, (rows,), generator=gen).sort().values
+    ends = torch.searchsorted(which, torch.arange(experts), right=True, out_int32=True)
+    return x, which, ends
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("recipe", SERVED)
+@pytest.mark.parametrize("path", ("_one_by_one", "_side_by_side", "many"))
+def test_products(path, recipe, dtype, monkeypatch, device):
+    """Each way to multiply against the decoded weight, which is the one that the recipe has for a
+    plain layer."""
+    gen = generator("expert products", recipe)
+    w, packed = packed_of(recipe, gen, dtype)
+    for e in range(EXPERTS):
+        plain = SCHEMES[recipe].decode(SCHEMES[recipe].pack(w[e]), N, K, torch.float32)
+        assert torch.equal(packed.decoded()[e], plain)
+    x, which, ends = sorted_rows(gen, 23, dtype)
+    bias = randn(gen, EXPERTS, N).to(dtype)
+    want = torch.stack(
+        [
+            packed.decoded(torch.float64)[e] @ row.double() + bias[e].double()
+            for row, e in zip(x, which)
+        ]
+    )
+    tensors = {name: t.to(device) for name, t in packed.tensors.items()}
+    packed = PackedExperts(recipe, tensors, packed.shape)
+    x, which, ends, bias = (t.to(device) for t in (x, which, ends, bias))
+    if recipe in MOST:
+        got = packed.times(x, which, ends, bias)
+    elif path == "_one_by_one":
+        got = packed._one_by_one(x, ends, bias)
+    elif path == "_side_by_side":
+        got = packed._side_by_side(x, which, bias)
+    else:
+        monkeypatch.setattr(quantised, "FEW_ROWS", 0)
+        monkeypatch.setattr(quantised, "AT_ONCE", 2 * 128 * K)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        got = packed.times(x, which, ends, bias)
+    assert got.dtype is dtype and got.shape == (23, N)
+    # 16-bit activations and, in one of the paths, weights rounded to 16 bits
+    assert relative(got.cpu(), want) < MOST.get(recipe, 6e-3)
+    rows = (got.cpu().double() - want).norm(dim=1) / want.norm(dim=1)
+    assert rows.max() < 2 * MOST.get(recipe, 6e-3)
+
+
+@pytest.mark.parametrize("recipe", ("w4", "w4-zero", "w8", "mxfp4"))
+def test_few_rows_copy_their_experts(recipe, device):
+    """With 16 experts and 3 rows only the rows' own experts are multiplied: NaN in the scales of
+    the others does not show, and the bits are those of all experts."""
+    gen = generator("few rows", recipe)
+    _, packed = packed_of(recipe, gen, torch.bfloat16, experts=16)
+    x, which, ends = sorted_rows(gen, 3, torch.bfloat16, experts=16)
+    packed.tensors.update({n: t.to(device) for n, t in packed.tensors.items()})
+    x, which, ends = (t.to(device) for t in (x, which, ends))
+    bias = randn(gen, 16, N).bfloat16().to(device)
+    want = packed._one_by_one(x, ends, bias)
+    scale = packed.tensors["weight_scale"]
+    others = [e for e in range(16) if e not in which.tolist()]
+    at = (scale.view(torch.uint8) if recipe == "mxfp4" else scale).unflatten(1, (16, -1))
+    at[:, others] = 255 if recipe == "mxfp4" else float("nan")
+    got = packed._side_by_side(x, which, bias)
+    assert got.isfinite().all()
+    assert relative(got.cpu(), want.cpu()) < 6e-3
+
+
+@pytest.mark.parametrize("k", (64, 256, 200, 40))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("recipe", ("w4", "w8", "w4-zero", "mxfp4"))
+def test_decoding_rounds_once(recipe, dtype, k, device):
+    """The one-pass decoder has the bits of the recipe's own."""
+    w = randn(generator("decode", recipe, k), 2, 64, k) * 2.0 ** torch.randint(
+        -9, 9, (2, 64, 1), generator=generator("decode scales")
+    )
+    for scales in (torch.bfloat16, torch.float32):
+        tensors = {n: t.to(device) for n, t in pack_experts(recipe, w).items()}
+        if recipe != "mxfp4":
+            tensors["weight_scale"] = tensors["weight_scale"].to(scales)
+        packed = PackedExperts(recipe, tensors, (2, k, 64))
+        want = SCHEMES[recipe].decode(tensors, 128, k, dtype).view(2, 64, k)
+        assert torch.equal(packed.decoded(dtype), want)
+
+
+def moe(dtype=torch.float32, activation="silu"):
+    torch.manual_seed(0)
+    return gnn.MoE(K, 72, EXPERTS, 2, activation=activation, dtype=dtype)
+
+
+def loop(layer, x):
+    """Token by token, in float64, with the decoded weights."""
+    up, down = (p.decoded(torch.float64) for p in layer._matrices())
+    rows = x.double().reshape(-1, K)
+    logits = (x.reshape(-1, K).to(layer.router.weight.dtype) @ layer.router.weight.mT).double()
+    p, e = logits.softmax(-1).topk(2, -1)
+    p = p / p.sum(-1, keepdim=True)
+    act = {"silu": torch.nn.functional.silu, "relu": torch.relu}[layer.activation]
+    out = []
+    for t, row in enumerate(rows):
+        total = 0
+        for j in range(2):
+            gate, value = (up[e[t, j]] @ row).chunk(2)
+            total = total + p[t, j] * (down[e[t, j]] @ (act(gate) * value))
+        out.append(total)
+    return torch.stack(out).reshape(x.shape)
+
+
+@pytest.mark.parametrize("activation", ("silu", "relu"))
+@pytest.mark.parametrize("recipe", SERVED)
+def test_moe(recipe, activation):
+    layer = moe(activation=activation)
+    before = copy.deepcopy(layer)
+    done = gnn.quantize(layer, recipe, skip=("router",), say=None)
+    assert done.replaced == {"": recipe} and isinstance(layer, gnn.MoE)
+    assert set(layer._parameters) == set() and done.counted() == "1 MoE"
+    x = randn(generator("quantised moe", recipe), 2, 9, K)
+    with torch.no_grad():
+        got, logits = layer(x, return_logits=True)
+        assert torch.equal(layer(x), got) and logits.shape == (2, 9, EXPERTS)
+        want = loop(layer, x)
+    # activations in e4m3 twice; or in bfloat16
+    assert relative(got, want) < (0.06 if recipe in MOST else 1e-2)
+    done.restore()
+    assert type(layer) is gnn.MoE and list(layer._parameters) == list(before._parameters)
+    assert torch.equal(layer(x), before(x))
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+def test_gradient_of_the_input(recipe, monkeypatch):
+    """Straight through the rounding: the gradient of experts with the decoded weights."""
+    layer = moe()
+    gnn.quantize(layer, recipe, skip=("router",), say=None)
+    x = randn(generator("experts' gradient"), 11, K)
+    grad = randn(generator("experts' gradient", 1), 11, K)
+    plain = moe().double()
+    plain.router.weight.data = layer.router.weight.detach().double()
+    for name in ("gate_up_proj", "down_proj"):
+        getattr(plain, name).data = layer.packed(name).decoded(torch.float64)
+    given = x.clone().requires_grad_()
+    out = layer(given)
+    out.backward(grad)
+    # the router sees the same rows; its gradient is part of x's
+    reference = x.double().requires_grad_()
+    p, e = torch.topk(torch.softmax(plain.router(reference), -1), 2)
+    p = p / p.sum(-1, keepdim=True)
+    rows = []
+    for t in range(11):
+        total = 0
+        for j in range(2):
+            gate, value = (plain.gate_up_proj[e[t, j]] @ reference[t]).chunk(2)
+            total = total + p[t, j] * (
+                plain.down_proj[e[t, j]] @ (torch.nn.functional.silu(gate) * value)
+            )
+        rows.append(total)
+    torch.stack(rows).backward(grad.double())
+    assert relative(given.grad, reference.grad) < (0.06 if recipe in MOST else 1e-2)
+
+
+def test_gradient_of_a_bias():
+    gen = generator("experts' bias")
+    _, packed = packed_of("w4", gen)
+    x, which, ends = sorted_rows(gen, 13, torch.float32)
+    bias = randn(gen, EXPERTS, N).requires_grad_()
+    grad = randn(gen, 13, N)
+    packed.times(x, which, ends, bias).backward(grad)
+    want = torch.zeros(EXPERTS, N).index_add_(0, which, grad)
+    torch.testing.assert_close(bias.grad, want)
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+def test_states_pickles_and_dtypes(recipe, tmp_path):
+    layer = moe(torch.bfloat16)
+    gnn.quantize(layer, recipe, skip=("router",), say=None)
+    x = randn(generator("experts' state"), 4, K).bfloat16()
+    with torch.no_grad():
+        want = layer(x)
+    other = moe(torch.bfloat16)
+    gnn.quantize(other, recipe, skip=("router",), say=None)
+    other._apply(torch.zeros_like)
+    other.load_state_dict(layer.state_dict())
+    for one in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(one) is type(layer)
+        with torch.no_grad():
+            assert torch.equal(one(x), want)
+    assert layer.state_dict()["gate_up_proj_scale"].dtype is not torch.uint8
+    kept = {n: t.clone() for n, t in layer.named_buffers()}
+    layer.to(torch.float16)
+    assert all(
+        torch.equal(t, kept[n]) and t.dtype is kept[n].dtype for n, t in layer.named_buffers()
+    )
+    wrong = "fp8" if recipe != "fp8" else "w8"
+    third = moe(torch.bfloat16)
+    gnn.quantize(third, wrong, skip=("router",), say=None)
+    with pytest.raises(
+        ValueError, match=f"the state is of recipe {recipe}, the layer is of {wrong}"
+    ):
+        third.load_state_dict(layer.state_dict())
+
+
+def test_what_is_left_and_why(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(K, K), moe())
+    done = gnn.quantize(model, "int8", skip=("1.router",))
+    out = capsys.readouterr().out
+    assert "gpukern: 1 left: experts have the recipes fp8, fp8-block, w4, w8, w4-zero, mxfp4" in out
+    assert done.replaced == {"0": "int8"}
+    done = gnn.quantize(model, "w4", skip=("0", "1"), say=None)
+    assert done.skipped["1"] == "skipped" and done.skipped["0"] == "it is int8 already"
+    spread = moe()
+    spread.multiply = lambda *_: None
+    done = gnn.quantize(spread, "w4", skip=("router",), say=None)
+    assert done.skipped[""] == "its experts are spread over ranks"
+    both = torch.nn.Sequential(torch.nn.Linear(K, K), moe())
+    assert gnn.quantize(both, "w4", say=None).counted() == "2 Linear and 1 MoE"
+    assert gnn.quantize(both, "fp8", say=None).skipped["1"] == "it is w4 already"
+
+
+@pytest.mark.parametrize("recipe", ("fp8", "w4"))
+def test_dropped_tokens_and_no_tokens(recipe):
+    """A token of no expert may hold NaN; no token at all gives an empty result."""
+    gen = generator("dropped", recipe)
+    up = packed_of(recipe, gen, n=2 * N)[1]
+    down = packed_of(recipe, gen, n=K, k=N)[1]
+    x = randn(gen, 6, K)
+    e = torch.tensor([[0, 1], [-1, 5], [4, 1], [1, -1], [-1, 0], [2, 2]])
+    p = torch.rand(6, 2, generator=gen)
+    want = gnn.grouped_experts(x, e, p, up, down)
+    x[1] = float("nan")
+    got = gnn.grouped_experts(x, e, p, up, down)
+    assert torch.equal(got, want) and not got[1].any()
+    assert gnn.grouped_experts(x[:0], e[:0], p[:0], up, down).shape == (0, K)
+
+
+@pytest.mark.parametrize("recipe", ("fp8", "w4", "mxfp4"))
+def test_compile_without_a_break(recipe):
+    layer = moe()
+    gnn.quantize(layer, recipe, skip=("router",), say=None)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for tokens in (4, 7):
+            x = randn(generator("quantised moe compiled", tokens), tokens, K)
+            assert relative(compiled(x), layer(x)) < 1e-2
+
+
+@pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss", "mixtral"))
+@pytest.mark.parametrize("recipe", ("fp8", "w4", "mxfp4"))
+def test_transformers(family, recipe):
+    """The model's logits beside those of the same model with the decoded weights."""
+    transformers = pytest.importorskip("transformers", minversion="5.10")
+    sizes = dict(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain = copy.deepcopy(model)
+    done = gnn.quantize(model, recipe, skip=lambda name, _: not name.endswith("experts"), say=None)
+    assert len(done.replaced) == 2
+    for name, module in model.named_modules():
+        if name.endswith("experts"):
+            for weight in module.shapes:
+                w = module.packed(weight).decoded()
+                target = plain.get_submodule(name)
+                getattr(target, weight).data = w.mT if target.is_transposed else w
+    plain.set_experts_implementation("eager")
+    ids = torch.arange(22).view(2, 11) % 32
+    with torch.no_grad():
+        got, want = model(ids).logits, plain.double()(ids).logits
+    # of most tokens: a rounding sends a token now and then to another expert
+    rows = (got.double() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-9)
+    assert rows.median() < (0.05 if recipe == "fp8" else 1e-2)
+    done.restore()
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Experts in few bits: what `quantize` makes of `torch_gpukern.nn.MoE` and of the experts of
+transformers.
+
+The weights of all experts, [E, N, K], are packed as one weight [E N', K]. N' is N rounded up to the
+rows that share a tile or a block of scales, so the tensors of one expert are a slice.
+
+    fp8, fp8-block      activations are quantised, one grouped_gemm of codes multiplies all experts
+    w4, w8, mxfp4, ..   few rows: one weight_gemm of all rows with the experts side by side, of
+                        which each row keeps the columns of its own expert. Weights are read once,
+                        and that is the time of a decoding step.
+                        many rows: the weights are decoded to 16 bits and grouped_gemm multiplies
+                        on the CPU, whose host knows the ends of groups: a weight_gemm an expert
+
+On CUDA no path waits for the device, and each call has the same bits.
+
+Gale et al., "MegaBlocks" (2022), arXiv:2211.15841; Frantar et al., "MARLIN" (2024),
+arXiv:2408.11743.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import grouped_gemm, quantize, silu_mul_quantize, swiglu, unpack_weight
+from ...ops.grouped_gemm import _bias_gradient
+from ..moe import MoE, grouped_experts, is_transformers_experts, names_of_experts
+from ..moe import transformers_experts as forward_of_transformers
+from .quantized import HoldsCodes, check_state, taken
+from .schemes import DIMS, GROUPED, SCHEMES, Tensors, ceil_div, half_of
+
+__all__ = ["SERVED", "PackedExperts", "QuantizedExperts", "become_experts", "why_not"]
+
+CODES = ("fp8", "fp8-block")
+# the packed recipes, and how an element is decoded from its code
+PACKED = {"w4": "int4", "w8": "int8", "w4-zero": "uint4", "mxfp4": "mxfp4"}
+SERVED = (*CODES, *PACKED)
+# At most so many rows are multiplied by all experts at once. Each expert then multiplies rows that
+# it does not keep, which costs nothing while reading the weights takes longer.
+FEW_ROWS = 512
+# A row's experts are copied next to each other if the rows have so many times fewer than all: a
+# copy reads, writes and reads again what is copied.
+COPY = 3
+AT_ONCE = 1 << 28  # elements that are decoded at once
+
+
+def rows_of_expert(recipe: str, n: int) -> int:
+    """N': the rows that each expert has in the packed weight."""
+    each = max(rows for _, rows in DIMS[recipe].values())
+    return ceil_div(n, each) * each
+
+
+def pack_experts(recipe: str, w: Tensor) -> Tensors:
+    """The recipe's tensors of [E, N, K]."""
+    n = rows_of_expert(recipe, w.shape[1])
+    parts = [
+        SCHEMES[recipe].pack(torch.nn.functional.pad(one, (0, 0, 0, n - one.shape[0]))) for one in w
+    ]
+    return side_by_side(recipe, parts)
+
+
+def side_by_side(recipe: str, parts: list[Tensors]) -> Tensors:
+    """One weight of the experts' weights, each of which has whole tiles."""
+    made = {}
+    for name, (dim, _) in DIMS[recipe].items():
+        assert dim is not None
+        eight = parts[0][name].dtype.itemsize == 1
+        whole = torch.cat([p[name].view(torch.uint8) if eight else p[name] for p in parts], dim)
+        made[name] = whole.view(parts[0][name].dtype) if eight else whole
+    return made
+
+
+class PackedExperts:
+    """The weights [E, N, K] of all experts in few bits, as `grouped_experts` takes them.
+
+    Args:
+        recipe: one of SERVED.
+        tensors: of `pack_experts`.
+        shape: (E, K, N).
+    """
+
+    def __init__(self, recipe: str, tensors: Tensors, shape: tuple[int, int, int]) -> None:
+        self.recipe, self.tensors, self.shape = recipe, tensors, shape
+
+    def times(self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+        """As `ExpertWeights.times`. The gradient of rows goes straight through the rounding."""
+        if torch.is_grad_enabled() and (
+            rows.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            about = (self.recipe, self.shape, tuple(self.tensors))
+            return _StraightThrough.apply(rows, bias, which, ends, about, *self.tensors.values())
+        return self._product(rows, which, ends, bias)
+
+    def times_swiglu(
+        self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """As `ExpertWeights.times_swiglu`. A recipe that quantises activations does it in the same
+        pass as swiglu, unless a gradient is asked for."""
+        codes = SCHEMES[self.recipe].codes
+        if codes is None or (torch.is_grad_enabled() and rows.requires_grad):
+            return self.times(swiglu(rows), which, ends, bias)
+        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+            return self.times(swiglu(rows), which, ends, bias)
+        made = silu_mul_quantize(*rows.chunk(2, -1), *codes)
+        return self._of_codes(*made, ends, bias, rows.dtype)
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights [E, N, K] that the experts multiply by, rounded to dtype."""
+        experts, k, n = self.shape
+        rows = rows_of_expert(self.recipe, n)
+        whole = next(iter(self.tensors.values())).new_empty((experts, rows, k), dtype=dtype)
+        at_once = max(1, AT_ONCE // max(rows * k, 1))
+        for first in range(0, experts, at_once):
+            count = min(at_once, experts - first)
+            part = self._slice(first, count)
+            _decode_into(whole[first : first + count].flatten(0, 1), self.recipe, part)
+        return whole[:, :n]
+
+    # ---- the products ----
+
+    def _product(self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+        codes = SCHEMES[self.recipe].codes
+        if codes is not None:
+            return self._of_codes(*quantize(rows, *codes), ends, bias, rows.dtype)
+        if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+            return self._one_by_one(rows, ends, bias)
+        if rows.shape[0] <= FEW_ROWS:
+            return self._side_by_side(rows, which, bias)
+        half = half_of(rows)
+        return grouped_gemm(
+            rows.to(half),
+            self.decoded(half).mT,
+            ends,
+            bias=None if bias is None else bias.to(rows.dtype),
+            out_dtype=rows.dtype,
+        )
+
+    def _of_codes(
+        self, codes: Tensor, scale: Tensor, ends: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        experts, k, n = self.shape
+        weight, scales = (
+            self.tensors[name].unflatten(0, (experts, -1)).mT
+            for name in ("weight_codes", "weight_scale")
+        )
+        return grouped_gemm(
+            codes,
+            weight[..., :n],
+            ends,
+            scale_a=scale,
+            scale_b=scales,
+            bias=None if bias is None else bias.to(dtype),
+            out_dtype=dtype,
+        )
+
+    def _one_by_one(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+        """A product for each expert that has rows. The host reads the ends."""
+        _, _, n = self.shape
+        out, first = rows.new_zeros((rows.shape[0], n)), 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > first:
+                part = self._slice(expert, 1)
+                one = None if bias is None else self._bias(bias[expert])
+                whole = SCHEMES[self.recipe].product(
+                    rows[first:end], part, rows_of_expert(self.recipe, n), one, "none"
+                )
+                out[first:end] = whole[:, :n]
+            first = end
+        return out
+
+    def _side_by_side(self, rows: Tensor, which: Tensor, bias: Tensor | None) -> Tensor:
+        """One product with the weights of all experts, or of those that the rows have."""
+        experts, _, n = self.shape
+        count, each = rows.shape[0], rows_of_expert(self.recipe, n)
+        which = which.clamp(max=experts - 1).long()  # rows of no expert come last
+        tensors = self.tensors
+        if COPY * count <= experts:
+            # Rows are sorted by expert. Slot i is the i-th expert that has rows; slots beyond the
+            # last hold expert 0, and no row reads them.
+            starts = torch.ones_like(which)
+            starts[1:] = which[1:] != which[:-1]
+            slot = starts.cumsum(0) - 1
+            chosen = torch.zeros_like(which).scatter_(0, slot, which)
+            tensors = {name: self._copied(name, chosen) for name in tensors}
+            bias = None if bias is None else bias.index_select(0, chosen)
+            which, experts = slot, count
+        whole = SCHEMES[self.recipe].product(
+            rows, tensors, experts * each, None if bias is None else self._bias(bias), "none"
+        )
+        whole = whole.view(count, experts, each)
+        return whole.gather(1, which.view(-1, 1, 1).expand(-1, 1, each)).squeeze(1)[:, :n]
+
+    def _bias(self, bias: Tensor) -> Tensor:
+        """[.., N] -> a vector with zeros for the rows that fill the experts' tiles."""
+        more = rows_of_expert(self.recipe, bias.shape[-1]) - bias.shape[-1]
+        return (torch.nn.functional.pad(bias, (0, more)) if more else bias).reshape(-1)
+
+    def _copied(self, name: str, experts: Tensor) -> Tensor:
+        """A tensor's parts of the given experts."""
+        t, (dim, _) = self.tensors[name], DIMS[self.recipe][name]
+        assert dim is not None
+        codes = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+        parts = codes.unflatten(dim, (self.shape[0], -1)).index_select(dim, experts)
+        return parts.flatten(dim, dim + 1).view(t.dtype)
+
+    def _slice(self, first: int, count: int) -> Tensors:
+        """The tensors of `count` experts."""
+        made = {}
+        for name, t in self.tensors.items():
+            dim, _ = DIMS[self.recipe][name]
+            assert dim is not None
+            each = t.shape[dim] // self.shape[0]
+            made[name] = t.narrow(dim, first * each, count * each)
+        return made
+
+
+def _decode_into(out: Tensor, recipe: str, t: Tensors) -> None:
+    """Writes the weight [N, K] that the tensors stand for to `out`, rounded once.
+
+    Where groups of k are whole, codes are multiplied by their scales in one pass. The table of
+    floating codes is not read: an e2m1 code, moved to the upper bits of an e4m3 code, is its value
+    times 2^-6.
+    """
+    n, k = out.shape
+    format = PACKED.get(recipe)
+    scale = t.get("weight_scale")
+    groups = 0 if format is None or scale is None else scale.shape[0]
+    if format is None or scale is None or not groups or k % groups:
+        out.copy_(SCHEMES[recipe].decode(t, n, k, out.dtype))
+        return
+    if groups > 1 and k // groups not in (16, 32, 64, 128, 256):
+        out.copy_(SCHEMES[recipe].decode(t, n, k, out.dtype))
+        return
+    codes = unpack_weight(t["weight_packed"], n, k, format)  # type: ignore[arg-type]
+    if format == "mxfp4":
+        sign = (codes & 8).bitwise_left_shift_(4)
+        codes = codes.bitwise_and_(7).bitwise_left_shift_(2).bitwise_or_(sign)
+        values = codes.view(torch.float8_e4m3fn).to(torch.bfloat16).mul_(64)
+    else:
+        values = codes.view(torch.int8)
+    if scale.dtype is not out.dtype:
+        scale = scale.float()  # of two 16-bit dtypes the product would be rounded twice
+    values, scale = values.unflatten(1, (groups, -1)), scale.mT.unsqueeze(-1)
+    if (zero := t.get("weight_zero")) is not None:
+        values = values - zero.view(torch.int8).mT.unsqueeze(-1)  # both are 0 to 15
+    torch.mul(values, scale, out=out.unflatten(1, (groups, -1)))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The products of `PackedExperts`. The gradient of rows is that of a product with the decoded
+    weights, as if nothing had been rounded; the weights have none."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any):
+        rows, bias, which, ends, about, *tensors = inputs
+        recipe, shape, names = about
+        ctx.save_for_backward(ends, *tensors)
+        ctx.about = about, rows.dtype, None if bias is None else bias.dtype
+        packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
+        with torch.no_grad():
+            return packed._product(rows, which, ends, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        (recipe, shape, names), dtype, bias_dtype = ctx.about
+        ends, *tensors = ctx.saved_tensors
+        rows = bias = None
+        if ctx.needs_input_grad[0]:
+            half = half_of(grad)
+            packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
+            rows = grouped_gemm(grad.to(half), packed.decoded(half), ends, out_dtype=dtype)
+        if ctx.needs_input_grad[1]:
+            bias = _bias_gradient(grad.contiguous(), ends, True, 2, bias_dtype)
+        return rows, bias, None, None, None, *[None] * len(tensors)
+
+
+# ---- modules -------------------------------------------------------------------------------------
+
+
+def names_in(module: torch.nn.Module) -> tuple[str, str] | None:
+    """The names of a module's experts' weights, up and down. None if it holds no experts."""
+    if isinstance(module, MoE):
+        return "gate_up_proj", "down_proj"
+    return names_of_experts(module) if is_transformers_experts(module) else None
+
+
+def why_not(module: Any, recipe: str) -> str | None:
+    """Why `quantize` leaves a module of experts. None if it does not."""
+    names = names_in(module)
+    assert names is not None
+    if recipe not in SERVED:
+        return f"experts have the recipes {', '.join(SERVED)}"
+    if "forward" in vars(module):
+        return "its forward was replaced before"
+    weights = [module._parameters.get(name) for name in names]
+    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights):
+        return "its weights are no parameters [experts, .., ..]"
+    if any(w.dtype not in (torch.float32, torch.bfloat16, torch.float16) for w in weights):  # type: ignore[union-attr]
+        return f"its weights are {str(weights[0].dtype)[6:]}"  # type: ignore[union-attr]
+    if isinstance(module, MoE):
+        spread = module.multiply is not grouped_experts
+    else:
+        spread = bool(getattr(module, "_is_expert_parallel", False))
+    return "its experts are spread over ranks" if spread else None
+
+
+def as_in_linear(module: Any, w: Tensor) -> Tensor:
+    """The weights as [E, N, K]."""
+    return w.mT if getattr(module, "is_transposed", False) else w
+
+
+class QuantizedExperts(HoldsCodes):
+    """Experts in few bits. `torch_gpukern.nn.quantize` makes the class of a module with experts a
+    subclass of this one and of the class that it had.
+
+    A weight ``gate_up_proj`` becomes buffers ``gate_up_proj_codes`` and ``gate_up_proj_scale``, or
+    ``_packed``, ``_scale`` and ``_zero``. A transformers module then runs these experts whatever
+    its configuration's experts_implementation says.
+    """
+
+    shapes: dict[str, tuple[int, int, int]]  # (E, K, N) of each weight
+
+    def _hold_experts(self, recipe: str, packed: dict[str, PackedExperts]) -> None:
+        self.shapes = {name: p.shape for name, p in packed.items()}
+        self._hold_tensors(
+            recipe,
+            {
+                name + part.removeprefix("weight"): t
+                for name, p in packed.items()
+                for part, t in p.tensors.items()
+            },
+        )
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        """Groups may be of another size than the module was made with."""
+        if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
+            check_state(state, self.scheme)
+        for name in self.names if self.scheme in GROUPED else ():
+            held, given = self._buffers[name], state_dict.get(prefix + name)
+            if given is None or held is None or name.endswith("_packed"):
+                continue
+            alike = held.is_floating_point() == given.is_floating_point()
+            if alike and given.dim() == 2 and given.shape[1] == held.shape[1]:
+                self._buffers[name] = torch.empty_like(given, device=held.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def packed(self, name: str) -> PackedExperts:
+        """A weight of the experts, by the name that its parameter had."""
+        held = self._tensors()
+        tensors = {part: held[name + part.removeprefix("weight")] for part in DIMS[self.scheme]}
+        return PackedExperts(self.scheme, tensors, self.shapes[name])
+
+    def _matrices(self) -> tuple[PackedExperts, PackedExperts]:
+        up, down = (self.packed(name) for name in self.shapes)
+        return up, down
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _of_kind, (type(self).__bases__[1],), state
+
+
+class _QuantizedMoE(QuantizedExperts):
+    pass
+
+
+class _QuantizedTransformersExperts(QuantizedExperts):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        **others: Tensor,
+    ) -> Tensor:
+        if top_k_index is None:  # gpt-oss has other names for them
+            top_k_index = others.pop("router_indices")
+        if top_k_weights is None:
+            top_k_weights = others.pop("routing_weights")
+        if others:
+            raise TypeError(f"QuantizedExperts: unexpected arguments {', '.join(others)}")
+        up, down = self._matrices()
+        x = taken("QuantizedExperts", hidden_states, up.shape[1])
+        out = forward_of_transformers(self, x, top_k_index, top_k_weights, up, down)
+        return out.to(hidden_states.dtype)
+
+
+@functools.cache
+def kind_of(before: type) -> type:
+    """The class that a module of class `before` has after quantising."""
+    ours = _QuantizedMoE if issubclass(before, MoE) else _QuantizedTransformersExperts
+    return type(f"Quantized{before.__name__}", (ours, before), {"__module__": __name__})
+
+
+def _of_kind(before: type) -> Any:
+    kind = kind_of(before)
+    return kind.__new__(kind)
+
+
+def become_experts(module: Any, recipe: str, packed: dict[str, PackedExperts]) -> None:
+    """Changes the module in place. Its other parameters, buffers and hooks stay."""
+    some = None
+    for name in packed:
+        some = module._parameters.pop(name)
+    module.weight_like = torch.empty(0, dtype=some.dtype, device=some.device)
+    module.__class__ = kind_of(type(module))
+    module._hold_experts(recipe, packed)
+
+
+def pack_module(module: Any, recipe: str) -> dict[str, PackedExperts]:
+    """The packed weights of a module of experts, by their names."""
+    names, made = names_in(module), {}
+    assert names is not None
+    with torch.no_grad():
+        for name in names:
+            w = as_in_linear(module, module._parameters[name].detach())
+            shape = (w.shape[0], w.shape[2], w.shape[1])
+            made[name] = PackedExperts(recipe, pack_experts(recipe, w), shape)
+    return made
+
+
+def empty_module(module: Any, recipe: str) -> dict[str, PackedExperts]:
+    """The same, zeros, for a state that will be loaded."""
+    names, made = names_in(module), {}
+    assert names is not None
+    for name in names:
+        w = as_in_linear(module, module._parameters[name])
+        experts, n, k = w.shape
+        spec = SCHEMES[recipe].spec(experts * rows_of_expert(recipe, n), k)
+        tensors = {
+            part: torch.zeros(
+                shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=w.device
+            ).view(dtype)
+            for part, (shape, dtype) in spec.items()
+        }
+        made[name] = PackedExperts(recipe, tensors, (experts, k, n))
+    return made
