@@ -34,7 +34,7 @@ from .experts import SERVED, names_in, rows_of_expert, side_by_side
 from .importers import _layer, from_awq, from_compressed_tensors, from_gptq
 from .importers_4bit import from_bitsandbytes, from_mxfp4, from_nvfp4, from_pack_quantized
 from .quantized import QuantizedLinear, state_of
-from .schemes import DIMS, Tensors
+from .schemes import DIMS, Tensors, ceil_div
 
 __all__ = ["METHODS", "Translated", "translated"]
 
@@ -222,9 +222,24 @@ def _fp8(about: dict[str, Any]) -> Callable[[str, Tensors], QuantizedLinear]:
     def make(name: str, t: Tensors) -> QuantizedLinear:
         if "activation_scale" in t:
             raise ValueError("activation_scale (static activations) is not read")
-        return from_compressed_tensors(t["weight"], t["weight_scale_inv"])
+        return _float8(t["weight"], t["weight_scale_inv"], None, blocks is not None)
 
     return make
+
+
+def _float8(
+    weight: Tensor, scale: Tensor, input_scale: Tensor | None, blocks: bool
+) -> QuantizedLinear:
+    """A layer of 8-bit floats. A weight of one block alone does not show that its scale is of
+    blocks."""
+    layer = from_compressed_tensors(weight, scale, input_scale)
+    if not blocks or layer.scheme != "fp8":
+        return layer
+    n, k = weight.shape
+    if scale.numel() != ceil_div(n, 128) * ceil_div(k, 128):
+        raise ValueError(f"weight_scale must have a scale a 128x128, got {list(scale.shape)}")
+    tensors = {"weight_codes": weight.contiguous(), "weight_scale": scale.float().reshape(1, 1)}
+    return _layer(WHO, "fp8-block", n, k, tensors, None)
 
 
 def _compressed(about: dict[str, Any]) -> Callable[[str, Tensors], QuantizedLinear]:
@@ -299,7 +314,10 @@ def _of_format(
     if inputs is None:
         raise ValueError(f"{form} with 16-bit activations beside 8-bit floats is not read")
     _check_inputs(inputs, "float")
-    return from_compressed_tensors(t["weight"], t["weight_scale"], _static(inputs, t))
+    blocks = weights.get("strategy") == "block"
+    if blocks and weights.get("block_structure") not in (None, [128, 128]):
+        raise ValueError(f"{form} with blocks of {weights['block_structure']} is not read")
+    return _float8(t["weight"], t["weight_scale"], _static(inputs, t), blocks)
 
 
 def _check_inputs(inputs: dict[str, Any], kind: str) -> None:
