@@ -4,6 +4,7 @@
 import argparse
 import builtins
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -168,6 +169,52 @@ def test_a_recipe_quantises_when_the_server_begins(model_dir, tmp_path, recipe):
         ValueError, match=f"--recipe is w8, and the directory's weights are {written}"
     ):
         ready(tmp_path / "q", recipe="w8")
+
+
+def test_a_directory_of_another_tool_is_served(model_dir, tmp_path):
+    """compressed-tensors' packed integers: fused layers, and the answers of gpukern's own form."""
+    foreign, ours = tmp_path / "foreign", tmp_path / "ours"
+    args = ["quantize", str(model_dir), "--recipe", "w4", "--layout", "compressed-tensors"]
+    assert main([*args, "--out", str(foreign)]) == 0
+    assert main(["quantize", str(foreign), "--out", str(ours)]) == 0
+    models = [ready(directory).model for directory in (foreign, ours)]
+    assert all(len(model.fused.layers) == 2 for model in models)
+    (prompt,) = prompts_of(20)
+    assert answer_of(models[0], prompt) == answer_of(models[1], prompt)
+    with pytest.raises(ValueError, match="--recipe is w8, and the directory's weights are w4"):
+        ready(foreign, recipe="w8")
+
+
+@pytest.mark.parametrize("recipe", ("fp8", "w4"))
+def test_a_mixture_of_experts_is_served_in_few_bits(model_dir, tmp_path, recipe):
+    """Experts are quantised as the server begins, or read. Router and head keep their bits."""
+    transformers = pytest.importorskip("transformers", minversion="5.10")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(4)
+    plain, few = tmp_path / "plain", tmp_path / "few"
+    shutil.copytree(model_dir, plain, ignore=shutil.ignore_patterns("*.safetensors"))
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(plain)
+    assert main(["quantize", str(plain), "--recipe", recipe, "--out", str(few)]) == 0
+    (prompt,) = prompts_of(20)
+    answers = []
+    for model in (ready(plain, recipe=recipe).model, ready(few).model):
+        block = model.model.model.layers[0].mlp
+        assert block.experts.scheme == recipe and block.gate.weight.dtype is torch.float32
+        assert model.model.lm_head.weight.dtype is torch.float32
+        assert type(model.model.lm_head).__name__ == "Linear"
+        answers.append(answer_of(model, prompt))
+    assert answers[0] == answers[1] and len(answers[0]) == 12
 
 
 @pytest.mark.parametrize(("cache", "codes"), (("e4m3", "float8_e4m3fn"), ("int8", "int8")))

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D as TheirConv1D
 
+from ..nn.joint import join, leave
 from ..nn.patching import Patched, patch
 from ..nn.quant.files import stays_in
 from ..nn.quant.quantize import Quantized, quantize
@@ -103,6 +104,10 @@ def change(
         done.done["quantised"] = f"{done.quantized.counted()} -> {quantise}"
         for paths, why in _by_reason(done.quantized.skipped).items():
             done.left[f"{paths} in {quantise}"] = why
+    if joints := join(model):
+        done._undo.append(partial(leave, model))
+        kinds = Counter(joints.values())
+        done.done["joined"] = "; ".join(f"{names} of {n}" for names, n in kinds.items())
     if not loss:
         done.left["loss"] = "loss=False"
 

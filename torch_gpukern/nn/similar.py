@@ -55,6 +55,10 @@ class SimilarMLP(torch.nn.Module):
         if has_hooks(self.act_fn) or _kind(self.act_fn) != judged or not served(gate, up):
             return self.down_proj(self.act_fn(gate) * up)
         if activation == "silu":
+            # a quantised layer takes the codes of the product, if nothing else sees its input
+            fused = getattr(type(self.down_proj), "after_swiglu", None)
+            if fused is not None and (out := fused(self.down_proj, gate, up)) is not None:
+                return out
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(geglu(gate, up, approximate=activation))
 

@@ -137,7 +137,16 @@ class Quantized:
 
 
 _OURS = (QuantizedLinear, Fp8Linear, QatLinear)
-_ATTRIBUTES = ("scheme", "names", "code_dtypes", "recipe", "scaling", "weight_like", "shapes")
+_ATTRIBUTES = (
+    "scheme",
+    "names",
+    "code_dtypes",
+    "recipe",
+    "scaling",
+    "weight_like",
+    "shapes",
+    "joint",
+)
 
 
 def config_entry(recipe: str) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..._library import NAMESPACE, transforms_active
-from ...ops import gemm
+from ...ops import gemm, silu_mul_quantize
 from ...ops.gemm import Activation
 from ...ops.wrong_types import refuse_non_tensors
 from ...pickled import EIGHT_BITS, as_codes
 from ...reference import ACTIVATIONS
+from ..layers import has_hooks
 from .schemes import GROUPED, SCHEMES, Tensors, half_of
 
 __all__ = ["QuantizedLinear"]
@@ -100,6 +101,7 @@ class HoldsCodes(torch.nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True):
         """Codes and scales go where the module goes, in the dtypes that they have. One that cannot
         go leaves all as it was."""
+        self._leave_joint()
         held = {name: self._buffers[name] for name in self.names}
         moved, like = {}, vars(self).get("weight_like")
         for name, t in held.items():
@@ -116,15 +118,27 @@ class HoldsCodes(torch.nn.Module):
             self.weight_like = fn(like)
         return self
 
+    def _leave_joint(self) -> None:
+        """Products that were joined with other layers' do not know the tensors that will come."""
+        if (joint := vars(self).get("joint")) is not None:
+            joint[0].stale()
+
     # ---- what a state_dict says of itself ----
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        """Tensors that are a part of a joined weight are copied: files of safetensors hold no
+        tensors that share memory."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.names if "joint" in vars(self) and not keep_vars else ():
+            t = destination[prefix + name]
+            if t.untyped_storage().nbytes() != t.numel() * t.element_size():
+                destination[prefix + name] = t.clone()
         for name, dtype in self.code_dtypes.items():
             destination[prefix + name] = destination[prefix + name].view(dtype)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
         """Another recipe's state is refused before any of it is copied."""
+        self._leave_joint()
         for name, dtype in self.code_dtypes.items():
             given = state_dict.get(prefix + name)
             if isinstance(given, Tensor) and given.dtype is not torch.uint8:
@@ -198,6 +212,10 @@ class QuantizedLinear(HoldsCodes):
         return w if order is None else torch.empty_like(w).index_copy_(1, order, w)
 
     def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        if (joint := vars(self).get("joint")) is not None:  # nn/joint.py
+            part = joint[0].part(joint[1], input)
+            if part is not None:
+                return part
         x = taken("QuantizedLinear", input, self.in_features)
         rows, order = rows_of(x), self._buffers.get("input_order")
         if order is not None:
@@ -216,6 +234,25 @@ class QuantizedLinear(HoldsCodes):
                 rows, tensors, self.out_features, bias, self.activation
             )
         return out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
+
+    def after_swiglu(self, gate: Tensor, up: Tensor) -> Tensor | None:
+        """The layer's result for ``silu(gate) * up``, which is quantised without being rounded to 16
+        bits before. None if the layer takes no codes, does more than a product, or a gradient is
+        needed."""
+        scheme = SCHEMES[self.scheme]
+        if scheme.codes is None or "input_order" in self._buffers or self.activation != "none":
+            return None
+        if type(self) is not QuantizedLinear or "forward" in vars(self) or has_hooks(self):
+            return None
+        bias = self.bias
+        if torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (gate, up, bias)
+        ):
+            return None
+        codes, scale = silu_mul_quantize(rows_of(gate), rows_of(up), *scheme.codes)
+        assert scheme.of_codes is not None
+        out = scheme.of_codes(codes, scale, self._tensors(), bias, "none", gate.dtype)
+        return out if gate.dim() == 2 else out.reshape(*gate.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         bits = 8 * sum(t.numel() * t.element_size() for t in self._tensors().values())
