@@ -96,8 +96,16 @@ def test_files(recipe, plain, tmp_path):
     about = json.loads((out / "config.json").read_text())["quantization_config"]
     assert about["quant_method"] == "compressed-tensors" and "lm_head" in about["ignore"]
     assert not any("q_proj" in name for name in about["ignore"])
-    with pytest.raises(ValueError, match="was not written by gpukern quantize"):
-        gnn.load_quantized(transformers.LlamaForCausalLM(model.config), out)
+    made = transformers.LlamaForCausalLM(model.config)
+    names = gnn.load_quantized(made, out)
+    assert names and "lm_head" not in names
+    for name in names:
+        layer = made.get_submodule(name)
+        parts = {n.rpartition(".")[2]: t for n, t in files.items() if n.startswith(f"{name}.")}
+        assert layer.scheme == recipe
+        torch.testing.assert_close(
+            layer.decoded().double(), decoded(recipe, parts), rtol=3e-7, atol=0
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
