@@ -542,3 +542,94 @@ def test_groups_by_name_and_layers_that_stay(tmp_path):
     assert gnn.load_quantized(again, tmp_path / "ours") and set(changed) == set(wanted)
     with torch.no_grad():
         assert_bits(again(torch.arange(9)[None]).logits, made(torch.arange(9)[None]).logits)
+
+
+@pytest.mark.parametrize("recipe", ("w4", "w8", "fp8", "fp8-block", "int8", "nvfp4"))
+def test_from_pretrained_then_accelerate(recipe, tmp_path):
+    """transformers loads the directory by compressed-tensors; accelerate makes its layers ours. The
+    bits are those of load_quantized. restore gives transformers' layers back, and save_pretrained
+    writes what load_quantized reads."""
+    pytest.importorskip("compressed_tensors")
+    from torch_gpukern.integrations import transformers as gk
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attention_bias=True,
+        dtype="bfloat16",
+    )
+    source = transformers.LlamaForCausalLM(config).bfloat16()
+    source.save_pretrained(tmp_path / "plain")
+    gnn.quantize_directory(
+        tmp_path / "plain",
+        tmp_path / "few",
+        recipe,
+        layout="compressed-tensors",
+        show=False,
+        say=None,
+    )
+    ids = torch.arange(14).view(2, 7)
+    called, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "few").eval() for _ in "12"
+    )
+    kinds = {n: type(m) for n, m in theirs.named_modules()}
+    with torch.no_grad():
+        before = called(ids).logits
+    done = gk.accelerate(called)
+    assert any("at the first call; call accelerate before" in why for why in done.left.values())
+    done.restore()
+    done = gk.accelerate(theirs)
+    assert done.done["quantised before"] == f"14 Linear -> {recipe}"
+    assert done.done["2 LlamaMLP"] == "MLP with swiglu"
+    ours = transformers.AutoModelForCausalLM.from_config(config).eval()
+    gnn.load_quantized(ours, tmp_path / "few")
+    others = [gk.accelerate(ours)]
+    theirs.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_config(config).eval()
+    gnn.load_quantized(again, tmp_path / "saved")
+    others.append(gk.accelerate(again))
+    with torch.no_grad():
+        got = theirs(ids).logits
+        assert_bits(got, ours(ids).logits)
+        assert_bits(got, again(ids).logits)
+    assert ((got - before).norm() / before.norm()).item() < 0.06
+    for one in (done, *others):  # the rotation is replaced for all models of the family
+        one.restore()
+    assert {n: type(m) for n, m in theirs.named_modules()} == kinds
+    with torch.no_grad():
+        assert_bits(theirs(ids).logits, before)
+    assert theirs.config.quantization_config is not None and theirs.hf_quantizer is not None
+
+
+def test_fp8_layers_of_transformers(tmp_path):
+    """FP8Linear, as from_pretrained makes it on a GPU."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from torch_gpukern.integrations import transformers as gk
+
+    model, other = model_of(), model_of()
+    wanted = directory_of("fp8", tmp_path / "foreign", model)
+    gnn.load_quantized(other, tmp_path / "foreign")
+    for name in wanted:
+        plain, loaded = model.get_submodule(name), other.get_submodule(name)
+        layer = fp8.FP8Linear(plain.in_features, plain.out_features, (128, 128))
+        if getattr(layer, "bias", None) is not None:
+            layer.bias = None
+        held = loaded._tensors()
+        layer.weight = torch.nn.Parameter(held["weight_codes"], requires_grad=False)
+        layer.weight_scale_inv = torch.nn.Parameter(held["weight_scale"], requires_grad=False)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
+    static = fp8.FP8Linear(64, 64, (128, 128), activation_scheme="static")
+    model.model.left_alone = static
+    done = gk.accelerate(model)
+    gk.accelerate(other)
+    assert done.done["quantised before"] == f"{len(wanted)} Linear -> fp8-block"
+    assert any("activation_scheme 'static' is not read" in why for why in done.left.values())
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert_bits(model(ids).logits, other(ids).logits)

@@ -65,7 +65,7 @@ def test_products(path, recipe, dtype, monkeypatch, device):
     elif path == "_side_by_side":
         got = packed._side_by_side(x, which, bias)
     else:
-        monkeypatch.setattr(quantised, "FEW_ROWS", 0)
+        monkeypatch.setattr(quantised, "SMALL_M", 0)
         monkeypatch.setattr(quantised, "AT_ONCE", 2 * 128 * K)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         got = packed.times(x, which, ends, bias)
@@ -77,10 +77,10 @@ def test_products(path, recipe, dtype, monkeypatch, device):
 
 
 @pytest.mark.parametrize("recipe", ("w4", "w4-zero", "w8", "mxfp4"))
-def test_few_rows_copy_their_experts(recipe, device):
+def test_a_small_m_copies_its_experts(recipe, device):
     """With 16 experts and 3 rows only the rows' own experts are multiplied: NaN in the scales of
     the others does not show, and the bits are those of all experts."""
-    gen = generator("few rows", recipe)
+    gen = generator("small m", recipe)
     _, packed = packed_of(recipe, gen, torch.bfloat16, experts=16)
     x, which, ends = sorted_rows(gen, 3, torch.bfloat16, experts=16)
     packed.tensors.update({n: t.to(device) for n, t in packed.tensors.items()})
@@ -100,17 +100,24 @@ def test_few_rows_copy_their_experts(recipe, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("recipe", ("w4", "w8", "w4-zero", "mxfp4"))
 def test_decoding_rounds_once(recipe, dtype, k, device):
-    """The one-pass decoder has the bits of the recipe's own."""
+    """The decoder has the bits of the recipe's own, with groups of every size."""
     w = randn(generator("decode", recipe, k), 2, 64, k) * 2.0 ** torch.randint(
         -9, 9, (2, 64, 1), generator=generator("decode scales")
     )
+    made = pack_experts(recipe, w)
     for scales in (torch.bfloat16, torch.float32):
-        tensors = {n: t.to(device) for n, t in pack_experts(recipe, w).items()}
-        if recipe != "mxfp4":
-            tensors["weight_scale"] = tensors["weight_scale"].to(scales)
-        packed = PackedExperts(recipe, tensors, (2, k, 64))
-        want = SCHEMES[recipe].decode(tensors, 128, k, dtype).view(2, 64, k)
-        assert torch.equal(packed.decoded(dtype), want)
+        for size in (16, 32, 64, 128, 256, k):
+            tensors = dict(made)
+            if recipe != "mxfp4":
+                count = 1 if size == k else -(-k // size)
+                gen = generator("decode groups", size, k)
+                tensors["weight_scale"] = (torch.rand(count, 128, generator=gen) + 0.1).to(scales)
+            if recipe == "w4-zero":
+                tensors["weight_zero"] = torch.randint(16, (count, 128), generator=gen).byte()
+            tensors = {n: t.to(device) for n, t in tensors.items()}
+            packed = PackedExperts(recipe, tensors, (2, k, 64))
+            want = SCHEMES[recipe].decode(tensors, 128, k, dtype).view(2, 64, k)
+            assert torch.equal(packed.decoded(dtype), want)
 
 
 def moe(dtype=torch.float32, activation="silu"):

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D as TheirConv1D
 
 from ..nn.joint import join, leave
 from ..nn.patching import Patched, patch
+from ..nn.quant.adopted import adopt
 from ..nn.quant.files import stays_in
 from ..nn.quant.quantize import Quantized, quantize
 from ..nn.rows import served
@@ -89,6 +90,14 @@ def change(
     """Changes all parts of the model. The order matters: `patch` must see the model's own layers,
     `quantize` the patched ones."""
     model = done.model
+    adopted = adopt(model)
+    if adopted.replaced:
+        done._undo.append(adopted.restore)
+        kinds = Counter(adopted.replaced.values())
+        done.done["quantised before"] = ", ".join(f"{n} Linear -> {r}" for r, n in kinds.items())
+    done.left |= {
+        f"{names} of another tool": why for names, why in _by_reason(adopted.left).items()
+    }
     _attention(done, model, name)
     _experts(done, model, name, experts)
     _rotation(done, model)

@@ -110,7 +110,11 @@ def _similar_norm(module: torch.nn.Module) -> tuple[type, Any, str] | None:
 
 
 def _similar_mlp(module: torch.nn.Module) -> tuple[type, Any, str] | None:
-    for product in (module.gate_proj, module.up_proj, module.down_proj):
+    products = (module.gate_proj, module.up_proj, module.down_proj)
+    if any(hasattr(product, "scheme") for product in products):
+        module = _with_plain_products(module)
+        products = (module.gate_proj, module.up_proj, module.down_proj)
+    for product in products:
         # compressed-tensors packs the weight of an nn.Linear, which then has none.
         weight = getattr(product, "weight", None)
         if not isinstance(product, torch.nn.Linear) or type(weight) is not torch.nn.Parameter:
@@ -126,6 +130,17 @@ def _similar_mlp(module: torch.nn.Module) -> tuple[type, Any, str] | None:
     rules = [(activation, kind, name) for activation in ("silu", "tanh", "none")]
     gate = module.gate_proj
     return _first_that_agrees(module, SimilarMLP, rules, gate.weight, gate.in_features)
+
+
+def _with_plain_products(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with small plain products in the place of quantised ones: how a module joins its
+    products does not depend on them."""
+    other = type(module).__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    sizes = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
+    plain = {n: torch.nn.Linear(*size, device="cpu") for n, size in sizes.items()}
+    other.__dict__["_modules"] = {**module._modules, **plain}
+    return other
 
 
 def _parameters(kind: type) -> list[str]:

@@ -6,10 +6,10 @@ The weights of all experts, [E, N, K], are packed as one weight [E N', K]. N' is
 rows that share a tile or a block of scales, so the tensors of one expert are a slice.
 
     fp8, fp8-block      activations are quantised, one grouped_gemm of codes multiplies all experts
-    w4, w8, mxfp4, ..   few rows: one weight_gemm of all rows with the experts side by side, of
+    w4, w8, mxfp4, ..   small M: one weight_gemm of all rows with the experts side by side, of
                         which each row keeps the columns of its own expert. Weights are read once,
                         and that is the time of a decoding step.
-                        many rows: the weights are decoded to 16 bits and grouped_gemm multiplies
+                        large M: the weights are decoded to 16 bits and grouped_gemm multiplies
                         on the CPU, whose host knows the ends of groups: a weight_gemm an expert
 
 On CUDA no path waits for the device, and each call has the same bits.
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import grouped_gemm, quantize, silu_mul_quantize, swiglu, unpack_weight
+from ...ops import dequantize, grouped_gemm, quantize, silu_mul_quantize, swiglu, unpack_weight
 from ...ops.grouped_gemm import _bias_gradient
+from ...ops.weight_gemm import spread
 from ..moe import MoE, grouped_experts, is_transformers_experts, names_of_experts
 from ..moe import transformers_experts as forward_of_transformers
 from .quantized import HoldsCodes, check_state, taken
@@ -39,13 +40,13 @@ CODES = ("fp8", "fp8-block")
 # the packed recipes, and how an element is decoded from its code
 PACKED = {"w4": "int4", "w8": "int8", "w4-zero": "uint4", "mxfp4": "mxfp4"}
 SERVED = (*CODES, *PACKED)
-# At most so many rows are multiplied by all experts at once. Each expert then multiplies rows that
+# Up to this M all rows are multiplied by all experts at once. Each expert then multiplies rows that
 # it does not keep, which costs nothing while reading the weights takes longer.
-FEW_ROWS = 512
-# A row's experts are copied next to each other if the rows have so many times fewer than all: a
-# copy reads, writes and reads again what is copied.
+SMALL_M = 1024
+# The experts of a few rows are copied next to each other if all experts are at least so many times
+# as many as the rows: a copy reads, writes and reads again what is copied.
 COPY = 3
-AT_ONCE = 1 << 28  # elements that are decoded at once
+AT_ONCE = 1 << 30  # elements that are decoded at once
 
 
 def rows_of_expert(recipe: str, n: int) -> int:
@@ -112,13 +113,14 @@ class PackedExperts:
         """The weights [E, N, K] that the experts multiply by, rounded to dtype."""
         experts, k, n = self.shape
         rows = rows_of_expert(self.recipe, n)
-        whole = next(iter(self.tensors.values())).new_empty((experts, rows, k), dtype=dtype)
         at_once = max(1, AT_ONCE // max(rows * k, 1))
+        parts = []
         for first in range(0, experts, at_once):
             count = min(at_once, experts - first)
             part = self._slice(first, count)
-            _decode_into(whole[first : first + count].flatten(0, 1), self.recipe, part)
-        return whole[:, :n]
+            parts.append(_decoded(self.recipe, part, count * rows, k, dtype))
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.view(experts, rows, k)[:, :n]
 
     # ---- the products ----
 
@@ -128,7 +130,7 @@ class PackedExperts:
             return self._of_codes(*quantize(rows, *codes), ends, bias, rows.dtype)
         if rows.device.type == "cpu" and not torch.compiler.is_compiling():
             return self._one_by_one(rows, ends, bias)
-        if rows.shape[0] <= FEW_ROWS:
+        if rows.shape[0] <= SMALL_M:
             return self._side_by_side(rows, which, bias)
         half = half_of(rows)
         return grouped_gemm(
@@ -203,8 +205,9 @@ class PackedExperts:
         """A tensor's parts of the given experts."""
         t, (dim, _) = self.tensors[name], DIMS[self.recipe][name]
         assert dim is not None
-        codes = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-        parts = codes.unflatten(dim, (self.shape[0], -1)).index_select(dim, experts)
+        # as words of 8 bytes: index_select copies element by element
+        words = t.view(torch.int64)
+        parts = words.unflatten(dim, (self.shape[0], -1)).index_select(dim, experts)
         return parts.flatten(dim, dim + 1).view(t.dtype)
 
     def _slice(self, first: int, count: int) -> Tensors:
@@ -218,36 +221,34 @@ class PackedExperts:
         return made
 
 
-def _decode_into(out: Tensor, recipe: str, t: Tensors) -> None:
-    """Writes the weight [N, K] that the tensors stand for to `out`, rounded once.
+def _decoded(recipe: str, t: Tensors, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] that the tensors stand for, rounded once: the bits of the recipe's own
+    decoder, in fewer passes over memory.
 
-    Where groups of k are whole, codes are multiplied by their scales in one pass. The table of
-    floating codes is not read: an e2m1 code, moved to the upper bits of an e4m3 code, is its value
-    times 2^-6.
+    Codes become int8 or e4m3, which `dequantize` multiplies by their scales. The nibble of an e2m1
+    code, with its sign moved up and its size to the upper bits of an e4m3 code, is its value times
+    2^-6.
     """
-    n, k = out.shape
-    format = PACKED.get(recipe)
-    scale = t.get("weight_scale")
-    groups = 0 if format is None or scale is None else scale.shape[0]
-    if format is None or scale is None or not groups or k % groups:
-        out.copy_(SCHEMES[recipe].decode(t, n, k, out.dtype))
-        return
-    if groups > 1 and k // groups not in (16, 32, 64, 128, 256):
-        out.copy_(SCHEMES[recipe].decode(t, n, k, out.dtype))
-        return
-    codes = unpack_weight(t["weight_packed"], n, k, format)  # type: ignore[arg-type]
+    format, scale = PACKED.get(recipe), t.get("weight_scale")
+    if format is None or scale is None or dtype is torch.float64:
+        return SCHEMES[recipe].decode(t, n, k, dtype)
+    groups = scale.shape[0]
+    size = k if groups == 1 else next(g for g in (256, 128, 64, 32, 16) if ceil_div(k, g) == groups)
+    if size == 16 and groups > 1:  # no kernel has scales of 16
+        return SCHEMES[recipe].decode(t, n, k, dtype)
+    each = scale.float().mT
+    if groups > 1 and size in (64, 256):
+        each = each.repeat_interleave(2, 1)[:, : ceil_div(k, size // 2)]
     if format == "mxfp4":
-        sign = (codes & 8).bitwise_left_shift_(4)
-        codes = codes.bitwise_and_(7).bitwise_left_shift_(2).bitwise_or_(sign)
-        values = codes.view(torch.float8_e4m3fn).to(torch.bfloat16).mul_(64)
-    else:
-        values = codes.view(torch.int8)
-    if scale.dtype is not out.dtype:
-        scale = scale.float()  # of two 16-bit dtypes the product would be rounded twice
-    values, scale = values.unflatten(1, (groups, -1)), scale.mT.unsqueeze(-1)
-    if (zero := t.get("weight_zero")) is not None:
-        values = values - zero.view(torch.int8).mT.unsqueeze(-1)  # both are 0 to 15
-    torch.mul(values, scale, out=out.unflatten(1, (groups, -1)))
+        nibbles = unpack_weight(t["weight_packed"], n, k, "int4").view(torch.uint8)
+        codes = nibbles.bitwise_left_shift_(2).bitwise_and_(0x9C).view(torch.float8_e4m3fn)
+        return dequantize(codes, each * 64, dtype=dtype)
+    codes = unpack_weight(t["weight_packed"], n, k, format).view(torch.int8)  # type: ignore[arg-type]
+    if (zero := t.get("weight_zero")) is not None:  # both are 0 to 15
+        codes -= spread(zero.view(torch.int8).mT, size, k)
+    elif format == "uint4":
+        codes -= 8
+    return dequantize(codes, each, dtype=dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
