@@ -29,6 +29,8 @@ def bench(monkeypatch):
         "bench_gemm",
         "bench_integrations",
         "bench_model",
+        "bench_moe",
+        "bench_moe_recipes",
         "bench_recipes",
         "bench_whole_steps",
         "engine",
@@ -760,6 +762,25 @@ def test_tokens_by_recipe(bench, monkeypatch, capsys):
     ]
     off = [float(line.split("moved by ")[1].split(" %")[0]) for line in lines]
     assert off[:2] == off[-2:] == [0, 0] and all(0.2 < x < 40 for x in off[2:-2]), off
+
+
+def test_experts_by_recipe(bench, monkeypatch, capsys):
+    """A line for each number of tokens, with an error as the recipes have it."""
+    path = list(sys.path)
+    module = bench("bench_moe_recipes")
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.setattr(module, "SIZES", {"cpu": {"tiny": (64, 64, 4, 2)}})
+    recipes = ["fp8", "w4", "mxfp4"]
+    command = ["bench_moe_recipes.py", "--tokens", "1", "9", "--recipes", *recipes]
+    monkeypatch.setattr(sys, "argv", command)
+    module.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens:" in line]
+    assert [line.split()[0] for line in lines] == ["1", "9"]
+    for line in lines:
+        parts = line.split(" | ")[1:]
+        assert [part.split()[0] for part in parts] == recipes
+        errors = [float(part.split("error ")[1]) for part in parts]
+        assert 0.01 < errors[0] < 0.08 and all(1e-4 < e < 0.02 for e in errors[1:]), line
 
 
 def test_a_run_of_some_rows_stores_them_among_the_others(bench, monkeypatch, tmp_path, capsys):

@@ -108,6 +108,12 @@ def mxfp4(gen, n, k):
     return tensors, SIGNED[codes] * wide(2.0 ** (scale.double() - 127), 32)
 
 
+def mxfp8(gen, n, k):
+    w, scale = randn(gen, n, k).to(E4M3), draw(gen, 118, 124, n, k // 32)
+    tensors = {"weight": w, "weight_scale": scale.to(torch.uint8)}
+    return tensors, w.double() * wide(2.0 ** (scale.double() - 127), 32)
+
+
 def gptq(gen, n, k, act_order=False):
     q, zero = draw(gen, 0, 16, n, k), draw(gen, 1, 16, k // GROUP, n)
     scale, group_of = positive(gen, k // GROUP, n).half(), torch.arange(k) // GROUP
@@ -226,6 +232,13 @@ FORMS = {
         "nvfp4",
     ),
     "mxfp4-pack": (mxfp4, compressed("mxfp4-pack-quantized", group(4, "float", "group")), "mxfp4"),
+    "mxfp8": (
+        mxfp8,
+        compressed(
+            "mxfp8-quantized", group(8, "float", "group", by_token("float", strategy="group"))
+        ),
+        "mxfp8",
+    ),
     "gptq": (gptq, GPTQ, "w4-zero"),
     "gptq, act-order": (gptq_in_order_of_activations, GPTQ, "w4-zero"),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}, "w4-zero"),

@@ -43,7 +43,7 @@ SERVED = (*CODES, *PACKED)
 # Up to this M all rows are multiplied by all experts at once. Each expert then multiplies rows that
 # it does not keep, which costs nothing while reading the weights takes longer.
 SMALL_M = 1024
-# The experts of a few rows are copied next to each other if all experts are at least so many times
+# The experts of a small M are copied next to each other if all experts are at least so many times
 # as many as the rows: a copy reads, writes and reads again what is copied.
 COPY = 3
 AT_ONCE = 1 << 30  # elements that are decoded at once
