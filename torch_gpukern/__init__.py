@@ -29,6 +29,7 @@ from .masks import (
     attn_mask_columns,
     attn_mask_of,
     attn_mask_ranges,
+    tree_mask,
 )
 from .ops import *  # noqa: F403
 from .ops.define import Op as _Op
@@ -59,6 +60,7 @@ __all__ = [
     "attn_mask_ranges",
     "check_errors",
     "explain",
+    "tree_mask",
 ]
 __all__ += ops.__all__
 

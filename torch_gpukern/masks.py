@@ -6,6 +6,7 @@ if there were no mask, and reads 128 bits per row of partial tiles. A mask is bu
 waiting for its device, and serves forward and backward of every layer.
 """
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -26,7 +27,10 @@ __all__ = [
     "attn_mask_columns",
     "attn_mask_of",
     "attn_mask_ranges",
+    "tree_mask",
 ]
+
+_REAL = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 class AttnMask:
@@ -349,6 +353,51 @@ def attn_mask_blocks(
         given["mask"] = mask if is_bits else bytes_of(mask)
     lists = _expanded(name, {"kv_num_blocks": num, **given})
     return _built("blocks", lists.pop("kv_num_blocks"), seq_q, seq_k, is_bits=is_bits, **lists)
+
+
+def tree_mask(
+    parents: Tensor | Sequence[int] | Sequence[Sequence[int]],
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """A mask over the tokens of a tree, each of which sees its ancestors and itself: the `attn_mask`
+    of `paged_attn` for drafts of several branches.
+
+    Args:
+        parents: for each token the number of its parent, which is smaller than its own; -1, or any
+            negative number, if it has none. A sequence of integers, or an integer tensor, [S] or
+            [B, S].
+        device: of the mask; None is that of a tensor, or torch's default device.
+
+    Returns:
+        bool [S, S] or [B, S, S].
+
+    Raises:
+        ValueError: another dtype or shape; or a number that is not smaller than the token's own. The
+            numbers of a tensor on CUDA are not read on the host, and so not checked.
+    """
+    name = "tree_mask"
+    given = parents if isinstance(parents, Tensor) else torch.tensor(parents, device="cpu")
+    if not given.numel():
+        given = given.long()  # torch.tensor([]) is float32
+    if given.dtype in (torch.bool, *_REAL) or given.dim() not in (1, 2):
+        raise _fail(
+            name,
+            f"parents must be integers [S] or [B, S], got {list(given.shape)} of {given.dtype}",
+        )
+    number = torch.arange(given.shape[-1], device=given.device)
+    if given.device.type == "cpu" and not is_compiling() and (given >= number).any():
+        raise _fail(name, f"parents is {given.tolist()}; a parent comes before its token")
+    if not isinstance(parents, Tensor) and device is None:
+        device = torch.get_default_device()
+    given = given.long() if device is None else given.to(device, torch.long)
+    number = number.to(given.device)
+    # Step i reaches ancestors of up to 2^i generations. Sums of ones are positive in any dtype.
+    sees = (given[..., None] == number) | (number[:, None] == number)
+    for _ in range((given.shape[-1] - 1).bit_length() if given.shape[-1] else 0):
+        steps = sees.float()
+        sees = steps @ steps > 0
+    return sees
 
 
 def _expanded(name: str, lists: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -414,6 +414,27 @@ def test_refused_by_name(vllm, backend):
             impl.forward(None, q, q, q, cache_of((0, 1, 2)), batch, q.clone(), **options)
 
 
+def test_trees_of_drafts_are_refused_by_name(backend):
+    """The wheel has no such setting. One that lists a chain changes nothing."""
+    assert KNOWN["absent"] == ["TREE_ATTN", "speculative_token_tree"]
+    build = backend.get_builder_cls()
+
+    def config(tree):
+        return types.SimpleNamespace(
+            speculative_config=types.SimpleNamespace(speculative_token_tree=tree)
+        )
+
+    device = torch.device("cpu")
+    for fine in (config("[(0,), (0, 0), (0, 0, 0)]"), config(None), types.SimpleNamespace()):
+        build(None, ["a"], fine, device)
+    with pytest.raises(NotImplementedError) as error:
+        build(None, ["a"], config("[(0,), (1,), (0, 0)]"), device)
+    assert str(error.value) == (
+        "GPUKERN: a tree of drafts, speculative_token_tree=[(0,), (1,), (0, 0)], is not served; "
+        "draft a chain"
+    )
+
+
 def test_what_vllm_asks(backend):
     sizes = [size for size in range(1, 300) if backend.supports_head_size(size)]
     assert sizes == list(range(8, 257, 8)) and backend.get_name() == "GPUKERN"

@@ -38,6 +38,8 @@ WANTED = {
     ),
 }
 METHODS_OF = {"AttentionBackendEnum": ("register", "get_class", "get_path")}
+# Names of earlier versions that are nowhere in this one's Python: those of drafts that form a tree.
+ABSENT = ("TREE_ATTN", "speculative_token_tree")
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -95,10 +97,15 @@ def main() -> None:
                         "module": module[:-3].replace("/", "."),
                         **described(node),
                     }
+        python = [x for x in wheel.namelist() if x.startswith("vllm/") and x.endswith(".py")]
+        text = b"\n".join(map(wheel.read, python)).decode()
+    there = [name for name in ABSENT if name in text]
+    if there:
+        sys.exit(f"vllm_signatures: {version} has {', '.join(there)}")
     missing = [name for names in WANTED.values() for name in names if name not in classes]
     if missing:
         sys.exit(f"vllm_signatures: {version} has no {', '.join(missing)}")
-    print(text_of({"version": version, "classes": classes}, 4))
+    print(text_of({"version": version, "absent": ABSENT, "classes": classes}, 4))
 
 
 def text_of(value: object, levels: int, indent: str = "\n") -> str:

@@ -761,3 +761,57 @@ def test_autocast(device):
             out = paged_attn(wide, *paged.args()[1:], alibi_slopes=slopes, attn_mask=mask)
         assert out.dtype is torch.bfloat16
         assert torch.allclose(out.float(), want[0].float(), atol=0.05)
+
+
+# ---- the mask of a tree ----
+
+
+@pytest.mark.parametrize("form", ("list", "tensor", "batch"))
+def test_tree_mask(form, device):
+    """Beside a walk from each token to its root."""
+    draw = random.Random(3)
+    for size in (0, 1, 2, 3, 7, 33, 130):
+        trees = [[draw.randrange(-1, max(i // w, 1)) if i else -1 for i in range(size)]
+                 for w in (1, 2, 9)]  # fmt: skip
+        trees.append([*range(-1, size - 1)])
+        want = torch.zeros(len(trees), size, size, dtype=torch.bool)
+        for mask, parents in zip(want, trees):
+            for i in range(size):
+                at = i
+                while at >= 0:
+                    mask[i, at] = True
+                    at = parents[at]
+        if form == "batch":
+            found = torch_gpukern.tree_mask(torch.tensor(trees, device=device, dtype=torch.int32))
+            assert found.device.type == device and found.dtype is torch.bool
+            assert torch.equal(found.cpu(), want)
+            continue
+        for mask, parents in zip(want, trees):
+            given = parents if form == "list" else torch.tensor(parents, dtype=torch.int64)
+            found = torch_gpukern.tree_mask(given, device=device)
+            assert found.device.type == device and torch.equal(found.cpu(), mask)
+
+
+def test_tree_mask_is_a_mask_of_drafts(device):
+    """A chain's mask gives what the causal rule gives."""
+    gen = generator("tree mask")
+    cache = [randn(gen, 4, 16, 2, 32, device=device) for _ in "kv"]
+    q = randn(gen, 12, 4, 32, device=device)
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device=device)
+    lens = torch.tensor([20, 31], dtype=torch.int32, device=device)
+    chain = torch_gpukern.tree_mask([list(range(-1, 5))] * 2, device=device)
+    out = paged_attn(q, *cache, table, lens, attn_mask=chain)
+    torch.testing.assert_close(out, paged_attn(q, *cache, table, lens), rtol=1e-5, atol=1e-5)
+
+
+def test_tree_mask_refuses_by_name():
+    for parents, says in (
+        ([-1, 1], r"parents is \[-1, 1\]; a parent comes before its token"),
+        ([[-1, 0], [0, 0]], "a parent comes before its token"),
+        ([0.5], "parents must be integers"),
+        (torch.tensor([True]), "parents must be integers"),
+        (torch.zeros(1, 1, 1, dtype=torch.int64), r"\[S\] or \[B, S\], got \[1, 1, 1\]"),
+        (torch.tensor(-1), r"got \[\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            torch_gpukern.tree_mask(parents)

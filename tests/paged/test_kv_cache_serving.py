@@ -127,6 +127,78 @@ def test_truncate_many(device):
     assert cache.free_blocks == 16
 
 
+@pytest.mark.parametrize("layers", (1, 3))
+def test_keep(layers, device):
+    """Kept tokens follow each other in every layer, in the order of their positions; pages behind them
+    return."""
+    cache = make(device, layers=layers)
+    a, b, c = (cache.allocate() for _ in range(3))
+    ids = {a: range(11), b: range(20, 33), c: range(40, 44)}
+    for sequence, more in ids.items():
+        k = torch.tensor(more, device=device).float().view(1, -1, 1, 1) + 100 * torch.arange(
+            layers, device=device
+        ).view(-1, 1, 1, 1)
+        k = k.expand(-1, -1, -1, 8)
+        cache.append([sequence], k, -k, len(more))
+    cache.keep([b, a, c], [3, 6, 4], [[5, 6, 9, 12], [6, 7], []])
+    kept = {a: [*range(8)], b: [20, 21, 22, 25, 26, 29, 32], c: [*range(40, 44)]}
+    for sequence, want in kept.items():
+        pages = cache.pages(sequence)
+        for layer in range(layers):
+            found = cache.k[layer, pages].flatten(0, 1)[: len(want), 0, 0]
+            assert found.tolist() == [x + 100 * layer for x in want]
+            assert same_bits(cache.v[layer, pages].flatten(0, 1)[: len(want)] * -1,
+                             cache.k[layer, pages].flatten(0, 1)[: len(want)])  # fmt: skip
+    check(cache)
+    cache.keep([], [], [])
+    cache.keep([b], [0], [[6]])
+    if layers == 1:
+        assert read(cache, b) == [32]
+        write(cache, b, [50, 51, 52, 53])
+        assert read(cache, b) == [32, 50, 51, 52, 53]
+
+
+def test_keep_refuses_and_changes_nothing(device):
+    cache = make(device)
+    a, b = cache.allocate(), cache.allocate()
+    write(cache, a, range(10))
+    write(cache, b, range(20, 30))
+    cache.publish(b, [*range(20, 30)])
+    fork = cache.fork(a)
+    for sequence, length, kept, says in (
+        (a, 4, [3], "kept is .3.; expected ascending positions from 4 to 9"),
+        (a, 4, [6, 6], "kept is .6, 6.; expected ascending"),
+        (a, 4, [10], "kept is .10.; expected ascending"),
+        (a, 11, [], "keep: length is 11; the sequence has 10 tokens"),
+        (a, 8, [9], "shared or published; call keep before fork and publish"),
+        (b, 2, [6], "shared or published"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            cache.keep([b if sequence == a else a, sequence], [10, length], [[], kept])
+    with pytest.raises(ValueError, match="kept has 1 entries for 2 sequences"):
+        cache.keep([a, b], [4, 4], [[5]])
+    assert read(cache, a) == read(cache, fork) == [*range(10)]
+    assert read(cache, b) == [*range(20, 30)]
+    cache.keep([a, b], [3, 8], [[3, 4], [9]])  # tokens that stay may be in shared pages
+    assert read(cache, a) == [*range(5)] and read(cache, fork) == [*range(10)]
+    assert read(cache, b) == [*range(20, 28), 29]
+
+
+def test_keep_and_scales_per_page(device):
+    """A code is worth another value in a page with another scale."""
+    scale = torch.rand(1, 16, 1, device=device) + 0.5
+    cache = PagedKVCache(16, SIZE, 1, 8, dtype=torch.int8, device=device, k_scale=scale)
+    a = cache.allocate()
+    x = torch.arange(1.0, 11.0, device=device).view(-1, 1, 1).expand(-1, 1, 8)
+    cache.append([a], x, x, 10)
+    before = cache.k[0, cache.pages(a)].flatten(0, 1)[:, 0, 0].tolist()
+    with pytest.raises(ValueError, match="scales are given per page"):
+        cache.keep([a], [3], [[4]])
+    cache.keep([a], [4], [[5, 7]])
+    now = cache.k[0, cache.pages(a)].flatten(0, 1)[:6, 0, 0].tolist()
+    assert now == [*before[:4], before[5], before[7]]
+
+
 def test_lengths_that_a_sequence_has_not(device):
     cache = make(device)
     a, b = cache.allocate(), cache.allocate()

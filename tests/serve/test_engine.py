@@ -220,9 +220,9 @@ def test_draws_follow_the_probabilities():
 
 def test_drafts_are_what_followed():
     ngrams = NGrams()
-    assert ngrams.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
-    assert ngrams.draft([1, 2, 3, 4, 1, 2, 9], 3) == []
-    assert ngrams.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 3) == [9, 1, 2]  # the newest
+    assert ngrams.draft([1, 2, 3, 4, 1, 2], 3).tokens == [3, 4, 1]
+    assert ngrams.draft([1, 2, 3, 4, 1, 2, 9], 3).tokens == []
+    assert ngrams.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 3).tokens == [9, 1, 2]  # the newest
 
 
 def test_cancelled_refused_and_failed(net, wanted, monkeypatch):

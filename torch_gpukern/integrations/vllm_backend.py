@@ -7,6 +7,7 @@ head_dim_v] of any strides. vLLM promises no stable interface; tests/data/vllm_s
 the one that this was written to.
 """
 
+from ast import literal_eval
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,6 +42,16 @@ def _refused(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(f"{NAME}: {what} is not served; {instead}")
 
 
+def _check_drafts(vllm_config: Any) -> None:
+    """vLLM 0.33 drafts chains, which are causal. Earlier versions had a setting that lists the paths
+    of a tree, as text: in a chain every token is the first child of its parent, 0. A version that has
+    the setting again would need a mask here."""
+    drafts = getattr(vllm_config, "speculative_config", None)
+    tree = getattr(drafts, "speculative_token_tree", None)
+    if tree is not None and any(map(any, literal_eval(tree))):
+        raise _refused(f"a tree of drafts, speculative_token_tree={tree},", "draft a chain")
+
+
 @dataclass
 class GpukernMetadata:
     """A batch: views of vLLM's own tensors, whose addresses a captured graph may keep."""
@@ -62,6 +73,7 @@ class GpukernMetadataBuilder(AttentionMetadataBuilder[GpukernMetadata]):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
+        _check_drafts(vllm_config)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(

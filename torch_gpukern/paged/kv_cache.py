@@ -223,6 +223,46 @@ class PagedKVCache(Bookkeeping, KVPages):
         return slots
 
     @alone
+    def keep(
+        self,
+        sequences: Sequence[int],
+        lengths: Sequence[int],
+        kept: Sequence[Sequence[int]],
+    ) -> None:
+        """Keeps some of the last tokens of sequences and removes the others, for example the
+        accepted path of a tree of drafts. Keys and values of kept tokens are copied, so that they
+        follow each other.
+
+        Args:
+            sequences: B different handles.
+            lengths: the first tokens that each sequence keeps.
+            kept: for each sequence the positions of the tokens that follow these: ascending, and
+                at least its length. They become the positions from its length on.
+
+        Raises:
+            ValueError: a length is as in `truncate` or a position is wrong; tokens would move into
+                a page that is shared or published, or to a page with another scale (k_scale or
+                v_scale given per page). No sequence has changed.
+        """
+        sequences, found = list(sequences), [np.asarray(x, np.int64) for x in kept]
+        rows = self._sequences.rows("keep", sequences)
+        first = np.empty(len(rows), np.int64)
+        first[:] = as_counts("keep", lengths, len(rows), "lengths")
+        if len(found) != len(rows):
+            raise ValueError(
+                f"PagedKVCache.keep: kept has {len(found)} entries for {len(rows)} sequences"
+            )
+        sources, targets = self._sequences.moves(rows, first, found)
+        if self._page_scales() and (sources // self.block_size != targets // self.block_size).any():
+            raise ValueError(
+                "PagedKVCache.keep: a token would move to another page, and scales are given per "
+                "page; give scales per head, or keep tokens within their pages"
+            )
+        if len(sources):
+            self._move_rows(sources, targets)
+        self._sequences.truncate(rows, first + np.array([len(x) for x in found], np.int64))
+
+    @alone
     def block_table(self, sequences: Sequence[int], width: int | None = None) -> Tensor:
         """The block table [B, width] int32: the pages of each sequence, then -1.
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,6 +161,14 @@ class KVPages:
             pages[:, target, :tokens] = pages[:, source, :tokens]
         for scale in self._page_scales():
             _set_page(scale, target, scale[:, source])
+
+    def _move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copies the tokens at the slots `sources` to the slots `targets`, in all layers. All are
+        read before one is written."""
+        at, to = (torch.from_numpy(x).to(self.k.device) for x in (sources, targets))
+        for pages in (self.k, self.v):
+            rows = (pages.view(torch.uint8) if pages.dtype in CODES else pages).flatten(1, 2)
+            rows.index_copy_(1, to, rows.index_select(1, at))
 
     @contextmanager
     def _copied_scales(self, copies: list[tuple[int, int, int]]) -> Iterator[None]:

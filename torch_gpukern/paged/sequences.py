@@ -158,6 +158,39 @@ class Sequences:
         for row, n in zip(rows.tolist(), lengths.tolist()):
             del self.chains[row][1 + n // self.block_size :]
 
+    def moves(
+        self, rows: np.ndarray, lengths: np.ndarray, kept: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that `keep` reads and those that it writes, without tokens that stay."""
+        self._check_lengths("keep", rows, lengths)
+        sources, targets = [], []
+        for row, length, positions in zip(rows.tolist(), lengths.tolist(), kept, strict=True):
+            before = np.concatenate(([length - 1], positions))
+            have = int(self.lengths[row])
+            if (np.diff(before) < 1).any() or before[-1] >= have:
+                raise ValueError(
+                    f"PagedKVCache.keep: kept is {positions.tolist()}; expected ascending positions "
+                    f"from {length} to {have - 1}"
+                )
+            places = np.arange(length, length + len(positions))
+            moved = positions != places
+            at, to = positions[moved], places[moved]
+            pages = self.table[row, to // self.block_size]
+            published = (len(self.chains[row]) - 1) * self.block_size
+            if (self.pool.holds[pages] > 1).any() or (to < published).any():
+                raise ValueError(
+                    "PagedKVCache.keep: a page that tokens move to is shared or published; call "
+                    "keep before fork and publish"
+                )
+            sources.append(self._slots(row, at))
+            targets.append(self._slots(row, to))
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *sources]), np.concatenate([none, *targets])
+
+    def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
+        pages = self.table[row, positions // self.block_size].astype(np.int64)
+        return pages * self.block_size + positions % self.block_size
+
     def release(self, rows: np.ndarray, window_left: int) -> None:
         self._windows[rows] = np.minimum(self._windows[rows], window_left)
         upto = np.maximum(self.lengths[rows] - window_left, 0) // self.block_size

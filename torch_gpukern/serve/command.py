@@ -136,6 +136,13 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         default=4,
         help="tokens drafted for a request in a step; 0 is none",
     )
+    p.add_argument(
+        "--draft-branches",
+        type=whole(1, 16),
+        default=1,
+        metavar="N",
+        help="continuations that are drafted, each of up to --drafts tokens",
+    )
     p.add_argument("--name", help="of the model, in calls; default: the directory's name")
     p.add_argument(
         "--drain-seconds",
@@ -211,6 +218,7 @@ def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) ->
         args.step_tokens,
         args.drafts,
         args.memory,
+        args.draft_branches,
     )
     apart = Apart(engine_of, what, device)
     try:
@@ -256,6 +264,7 @@ def engine_of(what: loading.What, device: torch.device) -> Running:
         max_batch=what.batch,
         max_step_tokens=what.step_tokens,
         max_drafts=what.drafts,
+        draft_branches=what.draft_branches,
     )
     said = about(ready, engine, captured), ready.stop_ids
     if others is None:

@@ -13,10 +13,11 @@ do not stop the others, and a step's time is bounded.
   the prompt alone.
 - When pages run out, the youngest request gives its pages back and waits. Its tokens stay; their
   keys are computed again, or found by prefix.
-- Drafts are the tokens that followed the same n-gram before. They are checked in one step, and the
-  rejected ones are rolled back with `truncate`. A token is drawn from (seed, position) alone, so a
-  request's answer depends neither on the drafts nor on the other requests, but for the rounding of
-  its logits.
+- Drafts are the tokens that followed the same n-gram before, in one branch or more. They are checked
+  in one step, where each sees its ancestors alone and has the position of its depth. `keep` copies
+  the accepted path together and takes the other tokens back. A token is drawn from (seed, position)
+  alone, so a request's answer depends neither on the drafts nor on the other requests, but for the
+  rounding of its logits.
 
 `submit` and `cancel` may be called from any thread; `step` from one. `start` runs the steps in a
 thread of its own.
@@ -34,13 +35,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..paged.kv_cache import OutOfPages
+from .drafts import Draft, mask_of
 from .metrics import Metrics
-from .request import Busy, Request
+from .request import Busy, Request, Scores
 from .sampling import Drawn, Place, Sampler
 
 # A step with drafts takes so many times a captured one (14.3 ms and 5.8, 64 requests on an 8B model
 # in bfloat16, H200). If drafts cannot add more tokens than that, there are none.
 DRAFTED_COST = 2.5
+# Drafts have one branch beside a longer chunk of a prompt: a mask has a column for each of its
+# tokens, and a row for each token of the step.
+LONGEST_CHUNK_BESIDE_BRANCHES = 64
 
 
 @dataclass
@@ -59,7 +64,17 @@ class Chunk:
     count: int
     ends: bool
     source: int = -1
-    draft: list[int] = field(default_factory=list)
+    draft: Draft = field(default_factory=Draft)
+
+
+class Answer(NamedTuple):
+    """What a request gets by a step."""
+
+    chunk: Chunk
+    new: list[int]
+    scores: list[Scores]
+    path: list[int]  # the drafted tokens that were right, as their numbers
+    finish: str | None
 
 
 class Flight(NamedTuple):
@@ -88,12 +103,18 @@ class Engine:
         model: it has the cache.
         max_batch: requests that run at once.
         max_step_tokens: tokens of a step, at least max_batch: the longest chunk of a prompt.
-        max_drafts: tokens drafted for a request in a step; 0 switches drafts off.
+        max_drafts: tokens of a branch that is drafted for a request in a step; 0 switches drafts
+            off.
+        draft_branches: continuations that are drafted for a request in a step. A request longer than
+            the model's sliding window has one.
         max_waiting: requests that may wait; more are refused.
 
     Attributes:
         after_step: is called in the thread of the steps when the requests were told of a step.
         at_end: is called when that thread ends.
+
+    Raises:
+        ValueError: a setting is out of its range, or the model does not take branches.
     """
 
     def __init__(
@@ -103,15 +124,24 @@ class Engine:
         max_batch: int = 16,
         max_step_tokens: int = 256,
         max_drafts: int = 4,
+        draft_branches: int = 1,
         max_waiting: int = 1024,
     ) -> None:
         if not 1 <= max_batch <= max_step_tokens:
             raise ValueError(
                 f"max_batch is {max_batch}; expected 1 to max_step_tokens, {max_step_tokens}"
             )
+        if draft_branches < 1:
+            raise ValueError(f"draft_branches is {draft_branches}; expected at least 1")
+        if draft_branches > 1 and not model.branches:
+            raise ValueError(
+                f"draft_branches is {draft_branches}; {type(model).__name__} takes 1, because its "
+                f"tokens_of reads the tokens before a token in the order of the step"
+            )
         self.model, self.cache = model, model.cache
         self.max_batch, self.max_step_tokens = max_batch, max_step_tokens
         self.max_drafts, self.max_waiting = max_drafts, max_waiting
+        self.draft_branches = draft_branches
         self.max_length = min(model.max_length, self.cache.num_blocks * self.cache.block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
@@ -255,14 +285,14 @@ class Engine:
             request, end = chunk.request, chunk.start + chunk.count
             starts.append(len(ids))
             ids += [0] if chunk.source >= 0 else request.tokens[chunk.start : end]
-            ids += chunk.draft
-            positions += range(chunk.start, end + len(chunk.draft))
+            ids += chunk.draft.tokens
+            positions += range(chunk.start, end)
+            positions += [end - 1 + depth for depth in chunk.draft.depths]
             if chunk.ends:
                 first = len(ids) - 1 - len(chunk.draft)
                 rows += range(first, len(ids))
-                places += [
-                    Place(request, end + i, chunk.draft[:i]) for i in range(1 + len(chunk.draft))
-                ]
+                places.append(Place(request, end))
+                places += [Place(request, end + len(x), x) for x in chunk.draft.paths()]
         if known is None:
             before = [c.request.tokens[max(c.start - 2, 0) : c.start] for c in chunks]
             logits = self.model.forward(ids, positions, rows, starts, before)
@@ -305,7 +335,7 @@ class Engine:
         try:
             if not chunks:
                 return None
-            self.model.begin([c.request.handle for c in chunks], [c.count for c in chunks])
+            self._begin(chunks)
         except OutOfPages:
             return None
         return self._launch(chunks, drawn)
@@ -393,8 +423,8 @@ class Engine:
         """The chunks of the next step, whose pages are reserved."""
         chunks = self._chunks()
         room = self.max_step_tokens - sum(chunk.count for chunk in chunks)
-        ones = bool(chunks) and max(chunk.count for chunk in chunks) == 1
-        if ones and self.model.captures([1] * len(chunks)) and not self._would_draft:
+        longest = max((chunk.count for chunk in chunks), default=0)
+        if longest == 1 and self.model.captures([1] * len(chunks)) and not self._would_draft:
             room = 0  # for drafts, which no captured step has
         for chunk in chunks:
             request = chunk.request
@@ -405,63 +435,91 @@ class Engine:
                 (request.max_tokens or 0) - request.answered - 1,
             )
             if chunk.ends and most > 0 and request.answered:
-                chunk.draft = request.ngrams.draft(request.tokens, most)
+                branches = self._branches(request, longest, most)
+                chunk.draft = request.ngrams.draft(request.tokens, most, branches, room)
                 room -= len(chunk.draft)
         chunks = self._in_order(chunks)
         while chunks:
             try:
-                self.model.begin(
-                    [c.request.handle for c in chunks], [c.count + len(c.draft) for c in chunks]
-                )
+                self._begin(chunks)
                 break
             except OutOfPages:
                 if any(chunk.draft for chunk in chunks):
                     for chunk in chunks:
-                        chunk.draft = []
+                        chunk.draft = Draft()
                     continue
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 chunks = [chunk for chunk in chunks if chunk.request is not youngest]
         return chunks
 
-    def _take(self, flight: Flight) -> None:
-        """Counts what a step has written, and gives each request its new tokens: drafts as far as
-        they were right, and one more."""
-        gain = 0  # tokens that drafts may add to the next step
+    def _branches(self, request: Request, longest: int, most: int) -> int:
+        """How many branches of `most` tokens a draft of the request may have, in a step whose
+        longest chunk has so many tokens."""
+        if self.draft_branches == 1 or longest > LONGEST_CHUNK_BESIDE_BRANCHES:
+            return 1
+        window = self.model.window
+        # Attention counts a window in places, and a drafted token's place is behind its position.
+        if window is not None and len(request.tokens) + most * self.draft_branches > window:
+            return 1
+        return self.draft_branches
+
+    def _begin(self, chunks: list[Chunk]) -> None:
+        """Reserves the pages of a step; OutOfPages where they are too few."""
+        handles = [c.request.handle for c in chunks]
+        counts = [c.count + len(c.draft) for c in chunks]
+        if any(c.draft.branches for c in chunks):
+            mask = mask_of([c.count for c in chunks], [c.draft for c in chunks])
+            self.model.begin(handles, counts, mask)
+        else:
+            self.model.begin(handles, counts)
+
+    def _answers(self, flight: Flight) -> list[Answer]:
+        """What the requests of a step get that were not ended since it was launched."""
+        answers = []
         there = flight.drawn
-        drawn = iter([] if there is None else there.get())
-        scored = iter([] if there is None else there.scores)
-        now = time.perf_counter()
+        drawn = [] if there is None else there.get()
+        scores = [] if there is None else there.scores
+        first = 0
         for chunk in flight.chunks:
-            request = chunk.request
             if not chunk.ends:
-                request.cached += chunk.count
                 continue
-            tokens = [next(drawn) for _ in range(1 + len(chunk.draft))]
-            their_scores = [next(scored) for _ in tokens]
-            if request.finish is not None:  # it ended after the step was launched
+            rows = slice(first, first + 1 + len(chunk.draft))
+            first = rows.stop
+            request = chunk.request
+            if request.finish is not None:
                 continue
-            right = 0
-            while right < len(chunk.draft) and tokens[right] == chunk.draft[right]:
-                right += 1
+            tokens, its_scores = drawn[rows], scores[rows]
+            path = chunk.draft.right(tokens)
             new, finish = [], None
-            for token in tokens[: right + 1]:
-                new.append(token)
-                if token in request.stop_ids:
+            for row in (0, *(1 + i for i in path)):
+                new.append(row)
+                if tokens[row] in request.stop_ids:
                     finish = "stop"
                 elif request.answered + len(new) == request.max_tokens:
                     finish = "length"
                 if finish:
                     break
-            if chunk.draft:
-                request.drafts = right + 1
-                self.metrics.drafts(len(chunk.draft), len(new) - 1)
+            found = [its_scores[row] for row in new if its_scores[row] is not None]
+            answers.append(Answer(chunk, [tokens[row] for row in new], found, path, finish))
+        return answers
+
+    def _take(self, flight: Flight) -> None:
+        """Counts what a step has written, and gives each request its new tokens: drafts as far as
+        they were right, and one more."""
+        gain = 0  # tokens that drafts may add to the next step
+        answers = self._answers(flight)
+        self._keep([answer for answer in answers if answer.chunk.draft])
+        now = time.perf_counter()
+        for chunk in flight.chunks:
+            if not chunk.ends:
+                chunk.request.cached += chunk.count
+        for chunk, new, scores, _, finish in answers:
+            request = chunk.request
             first = not request.answered
             request.tokens += new
-            request.scores += [x for x in their_scores[: len(new)] if x is not None]
+            request.scores += scores
             request.cached += chunk.count + len(new) - 1
-            if chunk.draft:
-                self.cache.truncate(request.handle, request.cached)
             if first or finish:  # the prompt's pages, then the whole answer's
                 self.cache.publish(request.handle, request.tokens)
             self.metrics.tokens(len(new), now, request.arrived, request.heard)
@@ -471,8 +529,25 @@ class Engine:
             else:
                 self._tell(request, new, None)
                 if self.max_drafts and self.model.captured_batch:
-                    gain += min(request.ngrams.streak(request.tokens), self.max_drafts)
+                    streak = request.ngrams.streak(request.tokens, self.draft_branches)
+                    gain += min(streak, self.max_drafts)
         self._would_draft = gain > (DRAFTED_COST - 1) * len(flight.chunks)
+
+    def _keep(self, answers: list[Answer]) -> None:
+        """Takes the drafted tokens that were wrong back, and copies the right ones together."""
+        if not answers:
+            return
+        handles, ends, kept = [], [], []
+        for chunk, new, _, path, _ in answers:
+            chunk.request.drafts = len(path) + 1
+            path = path[: len(new) - 1]
+            beside = sum(node != i for i, node in enumerate(path))
+            self.metrics.drafts(len(chunk.draft), len(path), beside)
+            end = chunk.start + chunk.count
+            handles.append(chunk.request.handle)
+            ends.append(end)
+            kept.append([end + node for node in path])
+        self.cache.keep(handles, ends, kept)
 
     # ---- how requests leave ----
 

@@ -34,6 +34,7 @@ class Collector:
             ("new_tokens", m.new_tokens, "Tokens of answers"),
             ("drafted_tokens", m.drafted, "Tokens drafted"),
             ("accepted_drafts", m.accepted, "Drafted tokens that were right"),
+            ("accepted_branch_drafts", m.accepted_beside, "Those that are not of the first branch"),
             ("preemptions", m.preemptions, "Requests that gave their pages back and waited"),
         ):
             yield CounterMetricFamily(f"gpukern_{name}", about, value)

@@ -51,6 +51,7 @@ HANDED = (
     "memory",
     "step_tokens",
     "drafts",
+    "draft_branches",
     "recipe",
     "kv_cache",
     "tensor_parallel",
@@ -206,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory", type=float, help="as of gpukern serve")
     p.add_argument("--step-tokens", type=whole(1), help="as of gpukern serve")
     p.add_argument("--drafts", type=whole(0), help="as of gpukern serve")
+    p.add_argument("--draft-branches", type=whole(1, 16), help="as of gpukern serve")
     p.add_argument("--recipe", choices=("auto", *RECIPES), help="as of gpukern serve")
     p.add_argument("--kv-cache", choices=tuple(CACHES), help="as of gpukern serve")
     p.add_argument("--tensor-parallel", type=whole(1, 64), help="as of gpukern serve")

@@ -44,6 +44,7 @@ class What(NamedTuple):
     step_tokens: int = 1
     drafts: int = 0
     memory: float = 0.9  # the share of a GPU's memory for weights, pages and steps
+    draft_branches: int = 1
 
 
 class Ready(NamedTuple):
@@ -87,7 +88,7 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
             itemsize=(dtype or next(net.parameters()).dtype).itemsize,
             batch=what.batch,
             step_tokens=what.step_tokens,
-            drafts=what.drafts,
+            drafts=what.drafts * what.draft_branches,
             ranks=what.ranks,
         )
     model = served(net, pages, dtype=dtype, scales=scales, ranks=what.ranks)

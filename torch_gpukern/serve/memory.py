@@ -31,7 +31,7 @@ def bytes_of_page(net: Any, block_size: int, itemsize: int, ranks: int) -> int:
 
 def bytes_of_steps(config: Any, batch: int, step_tokens: int, drafts: int) -> int:
     """What a step needs beside weights and pages, estimated from above: its activations, and the
-    logits of the longest step and of all captured ones."""
+    logits of the longest step and of all captured ones. drafts: of a request, in all branches."""
     width = max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, 1)
     per_token = 3 * width + 8 * config.hidden_size
     if getattr(config, "kv_lora_rank", None):

@@ -53,7 +53,8 @@ class Times:
 class Metrics:
     def __init__(self) -> None:
         self.steps = self.new_tokens = self.step_tokens = self.preemptions = 0
-        self.drafted = self.accepted = self.prompt_tokens = self.reused_tokens = 0
+        self.drafted = self.accepted = self.accepted_beside = 0
+        self.prompt_tokens = self.reused_tokens = 0
         self.step_seconds = self.cache_use = self.most_cache_use = 0.0
         self.finished: Counter[str] = Counter()
         self.first_token = Times()  # seconds from arrival
@@ -74,9 +75,11 @@ class Metrics:
         else:
             self.between_tokens.add((now - heard) / n, n)
 
-    def drafts(self, drafted: int, accepted: int) -> None:
+    def drafts(self, drafted: int, accepted: int, beside: int) -> None:
+        """beside: accepted tokens that are not of the first branch."""
         self.drafted += drafted
         self.accepted += accepted
+        self.accepted_beside += beside
 
     def prefix(self, known: int, tokens: int) -> None:
         self.prompt_tokens += tokens

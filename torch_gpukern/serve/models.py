@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models that the engine runs. Each has a PagedKVCache and runs a packed batch over it.
 
-    begin(handles, counts)                            reserves the pages of a step; OutOfPages where they are too few
+    begin(handles, counts, mask=None)                 reserves the pages of a step; OutOfPages where they are too few
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
 
+`mask` is bool [T, S], for a step whose drafts have branches: which new tokens of its own request each
+token sees, instead of those before it.
+
 On CUDA a step in which every request has one token is a captured graph, one for each of the sizes
-that `sizes_upto` lists. If several ranks serve a model (shards.py), rank 0 sends each step to the others
-(ranks.py).
+that `sizes_upto` lists. Steps with drafts, and so all steps with a mask, are not
+captured. If several ranks serve a model (shards.py), rank 0 sends each step to the others (ranks.py).
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def sizes_upto(batch: int) -> list[int]:
 
 class Step:
     """What attention reads in a step: the slots of the new tokens, tables, lengths, where each
-    request's tokens begin, and the keys that requests share."""
+    request's tokens begin, and the keys that requests share, or a mask over the new tokens. `window`
+    is the model's, for a step with a mask."""
 
     def __init__(
         self,
@@ -59,10 +63,12 @@ class Step:
         starts: Tensor | None,
         longest: int,
         prefix: SharedPrefix | None = None,
+        mask: Tensor | None = None,
+        window: int | None = None,
     ) -> None:
         self.slots, self.table, self.lens = slots, table, lens
         self.starts, self.longest = starts, longest
-        self.prefix = prefix
+        self.prefix, self.mask, self.window = prefix, mask, window
         self.old: Tensor | None = None  # keys before the new tokens, if latents are expanded
         self.has_old = False
 
@@ -70,6 +76,9 @@ class Step:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
         new: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
         new |= {"prefix": self.prefix, **cache.scales(layer)}
+        if self.mask is not None:
+            self.check(rules)
+            new["attn_mask"] = self.mask
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
     def attend_old(
@@ -80,6 +89,23 @@ class Step:
         how |= {"prefix": self.prefix, **cache.scales(layer)}
         pages = cache.k[layer], cache.v[layer], self.table, self.old
         return paged_attn(q, *pages, is_causal=False, return_lse=True, **how, **rules)
+
+    def check(self, rules: dict[str, Any]) -> None:
+        """Attention counts distances in places, and a drafted token of a second branch is not at the
+        place of its position. Requests with branches are within `window`, so a window that is as wide
+        hides nothing from them.
+
+        Raises:
+            ValueError: a narrower window, or slopes.
+        """
+        left = rules.get("window_left", -1)
+        if left >= 0 and (self.window is None or left + 1 < self.window):
+            raise ValueError(
+                f"a layer has a sliding window of {left + 1} keys; the model's attribute `window` is "
+                f"{self.window}, and drafts with branches need the narrowest window there"
+            )
+        if rules.get("alibi_slopes") is not None:
+            raise ValueError("a layer has alibi_slopes; expected none beside drafts with branches")
 
 
 class Inputs:
@@ -127,7 +153,15 @@ class Captured(NamedTuple):
 
 
 class Model:
-    """What both kinds share. `run` is the network: logits of the wanted rows of packed tokens."""
+    """What both kinds share. `run` is the network: logits of the wanted rows of packed tokens.
+
+    Attributes:
+        window: the keys of its narrowest sliding window; None if it has none.
+        branches: whether drafts may have branches. The tokens of a step are then not in the order of
+            their positions.
+    """
+
+    window: int | None = None
 
     def __init__(
         self, cache: PagedKVCache, vocab: int, max_length: int, captured_batch: int = 0
@@ -143,7 +177,9 @@ class Model:
         self.width = -(-max_length // cache.block_size)
         self.others: Others | None = None  # the ranks that this one sends its steps to
         # whether tokens that are on the device alone can be a step's input
-        self.follows = self.device.type == "cuda" and type(self).tokens_of is Model.tokens_of
+        plain = type(self).tokens_of is Model.tokens_of
+        self.follows = self.device.type == "cuda" and plain
+        self.branches = plain
 
     def lead(self, others: Others) -> None:
         """From now on the other ranks run each step of this one."""
@@ -160,9 +196,9 @@ class Model:
         each with a table as wide as the model's longest sequence, which has not been measured."""
         return self.others is None and not self.captures(counts)
 
-    def begin(self, handles: list[int], counts: list[int]) -> None:
+    def begin(self, handles: list[int], counts: list[int], mask: np.ndarray | None = None) -> None:
         cache, longest = self.cache, max(counts)
-        if self.captures(counts):
+        if mask is None and self.captures(counts):
             size = self.sizes[bisect_left(self.sizes, len(handles))]
             self.need(size)
             self.graph = graph = self.graphs[size]
@@ -186,7 +222,9 @@ class Model:
         arrays = {"table": table.numpy(), "lens": lens.numpy(), "slots": slots.numpy()}
         if longest > 1:
             arrays["starts"] = np.cumsum([0, *counts], dtype=np.int32)
-        shares = self.shares_prefixes(counts)
+        if mask is not None:
+            arrays["mask"] = mask
+        shares = mask is None and self.shares_prefixes(counts)
         self.eager(arrays, longest, cache.shared_prefix(handles, counts) if shares else None)
         if self.others is not None:
             self.sent = Run(0, cache.take_copies(), arrays, longest, [])
@@ -212,7 +250,14 @@ class Model:
         here = {name: moved(torch.from_numpy(x), self.device) for name, x in arrays.items()}
         self.graph = None
         self.step = Step(
-            here["slots"], here["table"], here["lens"], here.get("starts"), longest, prefix
+            here["slots"],
+            here["table"],
+            here["lens"],
+            here.get("starts"),
+            longest,
+            prefix,
+            here.get("mask"),
+            self.window,
         )
 
     @torch.inference_mode()
@@ -388,6 +433,7 @@ class TransformersModel(Model):
             **(scales or {}),
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
+        self.window = getattr(config, "sliding_window", None) or None
         self.model, self.ranks = model.eval(), ranks
         self.heard: Any = None  # is told of each call of attention, while layers are tried
         self.fused = Fused()

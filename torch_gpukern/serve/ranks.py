@@ -24,13 +24,30 @@ import torch.distributed as dist
 from ..paged.kv_cache import PagedKVCache
 
 GRACE_SECONDS = 10.0
-Copies = list[tuple[int, int, int]]  # (page, its copy, tokens)
 
 
 class Capture(NamedTuple):
     """Rank 0 captures a step of so many requests."""
 
     size: int
+
+
+class Copied(NamedTuple):
+    """The first tokens of a page were copied to another page."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class Moved(NamedTuple):
+    """Tokens were copied from slots to slots."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+Copies = list[Copied | Moved]
 
 
 class Run(NamedTuple):
@@ -44,7 +61,7 @@ class Run(NamedTuple):
 
 
 class CopyingCache(PagedKVCache):
-    """A cache that keeps a list of the pages that were copied since it was last asked."""
+    """A cache that keeps a list of what was copied in it since it was last asked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +69,19 @@ class CopyingCache(PagedKVCache):
 
     def _copy_rows(self, source: int, target: int, tokens: int) -> None:
         super()._copy_rows(source, target, tokens)
-        self.copied.append((source, target, tokens))
+        self.copied.append(Copied(source, target, tokens))
+
+    def _move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        super()._move_rows(sources, targets)
+        self.copied.append(Moved(sources, targets))
+
+    def repeat(self, copies: Copies) -> None:
+        """Copies what the cache of rank 0 has copied."""
+        for one in copies:
+            if isinstance(one, Copied):
+                PagedKVCache._copy_rows(self, *one)
+            else:
+                PagedKVCache._move_rows(self, *one)
 
     def take_copies(self) -> Copies:
         copies, self.copied = self.copied, []
@@ -211,9 +240,7 @@ def follow(model: Any, pipe: Any) -> None:
         if isinstance(message, Capture):
             model.graphs[message.size] = model.capture(message.size)
         else:
-            for copied in message.copies:
-                model.cache._copy_rows(*copied)
-            model.cache.take_copies()
+            model.cache.repeat(message.copies)
             model.follow(message)
 
 

@@ -292,7 +292,7 @@ def test_attn_merge():
 
 
 # those of packed weights take the weight as it was: reference_quantised
-MASKS = {"attn_mask_blocks", "attn_mask_columns", "attn_mask_of", "attn_mask_ranges"}
+MASKS = {"attn_mask_blocks", "attn_mask_columns", "attn_mask_of", "attn_mask_ranges", "tree_mask"}
 NO_STATEMENT = {"check_errors", "explain", *MASKS} | {
     "pack_weight", "sparse_gemm", "sparse_pack", "unpack_weight", "weight_gemm",
 }  # fmt: skip
