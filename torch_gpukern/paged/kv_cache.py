@@ -244,7 +244,7 @@ class PagedKVCache(Bookkeeping, KVPages):
                 a page that is shared or published, or to a page with another scale (k_scale or
                 v_scale given per page). No sequence has changed.
         """
-        sequences, found = list(sequences), [np.asarray(x, np.int64) for x in kept]
+        sequences, found = list(sequences), [list(map(index, x)) for x in kept]
         rows = self._sequences.rows("keep", sequences)
         first = np.empty(len(rows), np.int64)
         first[:] = as_counts("keep", lengths, len(rows), "lengths")

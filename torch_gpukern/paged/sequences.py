@@ -7,6 +7,7 @@ array operations.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 from operator import index
 
 import numpy as np
@@ -159,22 +160,23 @@ class Sequences:
             del self.chains[row][1 + n // self.block_size :]
 
     def moves(
-        self, rows: np.ndarray, lengths: np.ndarray, kept: list[np.ndarray]
+        self, rows: np.ndarray, lengths: np.ndarray, kept: list[list[int]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The slots that `keep` reads and those that it writes, without tokens that stay."""
         self._check_lengths("keep", rows, lengths)
         sources, targets = [], []
         for row, length, positions in zip(rows.tolist(), lengths.tolist(), kept, strict=True):
-            before = np.concatenate(([length - 1], positions))
-            have = int(self.lengths[row])
-            if (np.diff(before) < 1).any() or before[-1] >= have:
+            have, end = int(self.lengths[row]), length + len(positions)
+            if end <= have and positions == list(range(length, end)):
+                continue  # they stay
+            before = [length - 1, *positions]
+            if any(x >= y for x, y in pairwise(before)) or before[-1] >= have:
                 raise ValueError(
-                    f"PagedKVCache.keep: kept is {positions.tolist()}; expected ascending positions "
-                    f"from {length} to {have - 1}"
+                    f"PagedKVCache.keep: kept is {positions}; expected ascending positions from "
+                    f"{length} to {have - 1}"
                 )
-            places = np.arange(length, length + len(positions))
-            moved = positions != places
-            at, to = positions[moved], places[moved]
+            at, to = np.array(positions, np.int64), np.arange(length, end)
+            at, to = at[at != to], to[at != to]
             pages = self.table[row, to // self.block_size]
             published = (len(self.chains[row]) - 1) * self.block_size
             if (self.pool.holds[pages] > 1).any() or (to < published).any():
