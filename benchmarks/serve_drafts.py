@@ -112,7 +112,8 @@ def main() -> None:
     parser.add_argument(
         "--eager",
         action="store_true",
-        help="on a GPU also without captured steps, beside which drafts are made only if they pay",
+        help="on a GPU also without captured steps, and with drafts in every step; by default they are "
+        "made where they pay",
     )
     parser.add_argument(
         "--branches", type=int, nargs="+", default=[0, 1, 2, 4], help="0: no drafts"
@@ -122,7 +123,7 @@ def main() -> None:
     length = PROMPT + APART * most + args.tokens
     pages = most * -(-(length + 4 * args.drafts * max(args.branches)) // 16)
     heads = ["text", "requests", "branches", "steps", "tokens/step", "drafted/step", "right"]
-    rows = [tuple(heads + ["tokens/s"] * bool(args.random))]
+    rows = [tuple(heads + ["ms/step", "tokens/s"] * bool(args.random))]
     net = None
     if args.random:
         dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
@@ -137,6 +138,7 @@ def main() -> None:
         captured = [model.captured_batch] + [0] * args.eager
         for level, model.captured_batch in [(n, c) for n in args.at_once for c in captured]:
             batch = 1 if net is None else level
+            model.follows = model.captured_batch > 0
             if net is not None:
                 answered(model, text, level, 4, max_batch=batch, max_drafts=0)
             for branches in args.branches:
@@ -159,7 +161,7 @@ def main() -> None:
                 row += [f"{done.drafted / steps / batch:.2f}"]
                 row += [f"{done.accepted / max(done.drafted, 1):.2f}"]
                 if net is not None:
-                    row.append(f"{done.new_tokens / seconds:.0f}")
+                    row += [f"{1e3 * seconds / done.steps:.2f}", f"{done.new_tokens / seconds:.0f}"]
                 rows.append(tuple(map(str, row)))
     print(table(rows))
 

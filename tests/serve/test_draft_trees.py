@@ -228,6 +228,9 @@ def test_prompt_lookup_accepts_second_branches(device):
     net = random_llama("tiny", device)
     prompts = [p * 3 for p in prompts_of(4, 9, 6, 3, 7, 12, 5, 8, seed=7)]
     model = TransformersModel(net, 160, captured_batch=0)
+    model.follows = (
+        False  # on CUDA a step that is launched before the last one has ended has no drafts
+    )
     figures, want = {}, None
     for branches in (0, 1, 2, 4):
         drafts = {"max_drafts": 4 if branches else 0, "draft_branches": max(branches, 1)}

@@ -500,7 +500,7 @@ class Engine:
                     finish = "length"
                 if finish:
                     break
-            found = [its_scores[row] for row in new if its_scores[row] is not None]
+            found = [x for row in new if (x := its_scores[row]) is not None]
             answers.append(Answer(chunk, [tokens[row] for row in new], found, path, finish))
         return answers
 
@@ -530,7 +530,10 @@ class Engine:
                 self._tell(request, new, None)
                 if self.max_drafts and self.model.captured_batch:
                     streak = request.ngrams.streak(request.tokens, self.draft_branches)
-                    gain += min(streak, self.max_drafts)
+                    streak = min(streak, self.max_drafts)
+                    gain += streak
+                    # or the next draft would be shorter than what it is expected to add
+                    request.drafts = max(request.drafts, streak)
         self._would_draft = gain > (DRAFTED_COST - 1) * len(flight.chunks)
 
     def _keep(self, answers: list[Answer]) -> None:
