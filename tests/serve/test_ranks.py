@@ -193,7 +193,9 @@ def children_of(pid):
 def test_two_processes_answer_as_one(process, net, wanted):
     """Greedy tokens in float32: chunks, several requests, pages that are copied as the answers to one
     prompt part. Then a rank is killed in mid-stream: the stream ends, and so does the server."""
-    server = process("--random=tiny", "--tensor-parallel", "2", "--step-tokens", "64")
+    server = process(
+        "--random=tiny", "--tensor-parallel", "2", "--step-tokens", "64", "--draft-branches", "3"
+    )
     assert "of weights on each of 2 ranks" in server.says
     (its_engine,) = children_of(server.process.pid)
     (other,) = children_of(its_engine)
