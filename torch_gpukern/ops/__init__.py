@@ -2,8 +2,7 @@
 """The public functions. Each module also registers what its C++ ops need from Python: fakes,
 gradients, autocast rules, vmap rules."""
 
-from . import flash_attn_accumulate as flash_attn_accumulate
-from . import flash_attn_into as flash_attn_into
+from . import flash_attn_parts as flash_attn_parts
 from .attn_dropout import attn_dropout_mask
 from .attn_merge import attn_merge
 from .cross_entropy import cross_entropy
