@@ -20,8 +20,8 @@ from .schemes import GROUPED, SCHEMES, Tensors, half_of
 
 __all__ = ["QuantizedLinear"]
 
-FORMAT = "gpukern-weight"  # the magic of what a state_dict holds,
-VERSION = 1  # and the version of how codes lie in it
+FORMAT = "gpukern-weight"  # the magic word of a state_dict
+VERSION = 1  # of the layout of the codes in it
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -158,14 +158,14 @@ class QuantizedLinear(HoldsCodes):
     """``x @ weight.mT + bias`` with the weight in few bits. `torch_gpukern.nn.quantize` makes it of
     an nn.Linear; its recipe says how weight and activations are rounded.
 
-    x [..., K] float32, bfloat16 or float16; the result has its dtype. Where activations stay 16
-    bits a float32 x is rounded to bfloat16 on its way in. The gradient of x goes straight through
-    the rounding, by the decoded weight; the weight has none. ``.to(dtype)`` casts the bias alone.
-    The state_dict has the tensors by name, and a magic and a version of how they lie: another
-    version's, and another recipe's, are refused by name.
+    x is [..., K] float32, bfloat16 or float16, and the result has its dtype. If the recipe leaves
+    activations in 16 bits, a float32 x is rounded to bfloat16 first. The gradient of x is that of a
+    product with the decoded weight, as if nothing had been rounded. The weight has no gradient.
+    ``.to(dtype)`` casts the bias alone. The state_dict has the tensors by name, a magic word and
+    the version of their layout. Tensors of another version or recipe are refused by name.
 
-    ``weight`` decodes the weight whenever it is read, in the dtype that the module's weight had, for
-    those who look at it (merges of adapters, models that multiply by it themselves, tests).
+    ``weight`` decodes the weight whenever it is read, in the dtype that the module's weight had. It
+    serves merges of adapters and models that multiply by it themselves.
     """
 
     in_features: int
