@@ -65,39 +65,53 @@ struct DropPairs {
                           (uint32_t)s.offset, (uint32_t)(s.offset >> 32));
     }
 
-    /* Draws for a warp's 16 rows x 32 CALLS keys. row: the row number of the lane's first row;
-     * row_step: the distance of consecutive rows; group: the first key / 8. */
-    template <int CALLS>
+    /* Notes the bits of a call. to(w, h): the word and the bit that half h of word w has. */
+    template <class To>
+    static __device__ __forceinline__ void note(const uint4 &c, uint32_t last, uint32_t (&to)[2],
+                                                const To &place) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            bool kept[2];
+            __vibmin_u16x2(philox_word(c, w), last, kept + 1, kept);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (kept[h]) to[place(w, h) / 32] |= 1u << place(w, h) % 32;
+        }
+    }
+
+    /* Draws for a warp's 16 rows x 32 CALLS keys, TOGETHER calls at a time, which divides 2 CALLS.
+     * row: the number of the lane's first row; row_step: the distance of consecutive rows; group:
+     * the first key / 8. */
+    template <int CALLS, int TOGETHER>
     __device__ __forceinline__ void draw_rows(const PhiloxSeed &s, uint32_t most, uint32_t row,
                                               uint32_t row_step, uint32_t group) {
         const uint32_t last = most >> 16 | (most & 0xffff0000u);
         word[0] = word[1] = 0;
         group += (uint32_t)laneid() % 4;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            uint4 c[CALLS];
+        for (int first = 0; first < 2 * CALLS; first += TOGETHER) {
+            uint4 c[TOGETHER];
 #pragma unroll
-            for (int i = 0; i < CALLS; ++i)
-                c[i] = counter(s, row + 8 * r * row_step, group + 4 * i);
+            for (int n = 0; n < TOGETHER; ++n) {
+                const int r = (first + n) / CALLS, i = (first + n) % CALLS;
+                c[n] = counter(s, row + 8 * r * row_step, group + 4 * i);
+            }
             philox_calls(s, c);
 #pragma unroll
-            for (int i = 0; i < CALLS; ++i)
-#pragma unroll
-                for (int w = 0; w < 4; ++w) { /* the keys of lane w of the quad */
-                    bool kept[2];
-                    __vibmin_u16x2(philox_word(c[i], w), last, kept + 1, kept);
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (kept[e]) word[e] |= 1u << (8 * w + 7 - (4 * r + i));
-                }
+            for (int n = 0; n < TOGETHER; ++n) {
+                const int r = (first + n) / CALLS, i = (first + n) % CALLS;
+                /* word w is of lane w of the quad */
+                note(c[n], last, word,
+                     [&](int w, int h) { return 32 * h + 8 * w + 7 - 4 * r - i; });
+            }
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) word[e] = transpose_bytes<1>(word[e]);
     }
 
-    /* Draws for a warp's 16 keys x 32 CALLS rows. row: the number of the first row; group: the
-     * warp's first key / 8. */
-    template <int CALLS>
+    /* Draws for a warp's 16 keys x 32 CALLS rows, TOGETHER calls at a time. row: the number of the
+     * first row; group: the warp's first key / 8. */
+    template <int CALLS, int TOGETHER>
     __device__ __forceinline__ void draw_keys(const PhiloxSeed &s, uint32_t most, uint32_t row,
                                               uint32_t row_step, uint32_t group) {
         const uint32_t last = most >> 16 | (most & 0xffff0000u);
@@ -106,21 +120,20 @@ struct DropPairs {
         row += (8 * (lane / 4 % 4) + 2 * (lane % 4) + lane / 16) * row_step;
         uint32_t to[2] = {0, 0}; /* for the lanes 4 k + q with k < 4, and the others */
 #pragma unroll
-        for (int i = 0; i < CALLS; ++i) {
-            uint4 c[2];
+        for (int first = 0; first < 2 * CALLS; first += TOGETHER) {
+            uint4 c[TOGETHER];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) c[r] = counter(s, row + 32 * i * row_step, group + r);
+            for (int n = 0; n < TOGETHER; ++n) {
+                const int r = (first + n) % 2, i = (first + n) / 2;
+                c[n] = counter(s, row + 32 * i * row_step, group + r);
+            }
             philox_calls(s, c);
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    bool kept[2];
-                    __vibmin_u16x2(philox_word(c[r], w), last, kept + 1, kept);
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) /* key 2 w + h */
-                        if (kept[h]) to[w / 2] |= 1u << (8 * (w % 2 * 2 + h) + 7 - (4 * r + i));
-                }
+            for (int n = 0; n < TOGETHER; ++n) {
+                const int r = (first + n) % 2, i = (first + n) / 2;
+                /* half h of word w is key 2 w + h */
+                note(c[n], last, to, [&](int w, int h) { return 16 * w + 8 * h + 7 - 4 * r - i; });
+            }
         }
         const bool low = lane < 16;
         const uint32_t got = __shfl_xor_sync(0xffffffffu, low ? to[1] : to[0], 16);

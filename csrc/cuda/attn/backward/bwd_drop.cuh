@@ -14,22 +14,22 @@ struct BwdDropParams : BwdHopperParams {
     Divisor by_row_tiles; /* tiles of rows of a head */
 };
 
-/* A tile of flash_attn_bwd_drop_sm90a. */
-template <class Base> struct BwdDrop : Base {};
-/* 96 rows, which are 12 groups of 8: a lane draws for 4 of them at a time. 128 rows spilled 92
- * bytes. */
-struct BwdDropHopper64 : BwdHopper64 {
-    static constexpr int BQ = 96, DV_FIRST = 48;
+/* A tile of flash_attn_bwd_drop_sm90a. TOGETHER: the calls of Philox that a lane makes at a time.
+ */
+template <class Base, int TOGETHER_> struct BwdDrop : Base {
+    static constexpr int TOGETHER = TOGETHER_;
 };
-/* 64 rows of dV before dQ spilled */
-struct BwdDropHopper128 : BwdHopper128 {
-    static constexpr int DV_FIRST = 48;
+/* K in registers spilled 92 bytes. 2037 us at 2k full, 2236 with 96 rows and K in registers (one
+ * H200, 16,384 tokens of 2,048 columns). At head_dim 128: 1665 with 64 rows, 1901 with 80, whose
+ * calls cover 96 rows. */
+struct BwdDropHopper64 : BwdHopper64 {
+    static constexpr bool K_REGISTERS = false;
 };
 
 namespace {
 
-template <class Base> struct DropOf<BwdDrop<Base>> {
-    typedef BwdDrop<Base> Tile;
+template <class Base, int TOGETHER> struct DropOf<BwdDrop<Base, TOGETHER>> {
+    typedef BwdDrop<Base, TOGETHER> Tile;
     static constexpr bool ON = true;
     DropPairs kept;
 
@@ -40,7 +40,7 @@ template <class Base> struct DropOf<BwdDrop<Base>> {
         const Problem &p = x.g.p;
         const int i0 = (int)ld_shared_32(at_s + 8), head = (int)x.by_row_tiles.into(tile);
         const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
-        kept.template draw_keys<(Tile::BQ + 31) / 32>(
+        kept.template draw_keys<(Tile::BQ + 31) / 32, TOGETHER>(
             seed, x.drop.most, drop_row(p, w.b, head, w.seq.q0 + i0), (uint32_t)p.lse.row,
             (uint32_t)own_key(w, 64 * warpgroup) / 8);
         opaque(kept.word[0]);

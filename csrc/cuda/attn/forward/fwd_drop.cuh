@@ -15,21 +15,22 @@ struct FwdDropParams : FwdHopperParams {
 };
 
 /* A tile of flash_attn_fwd_drop_sm90a. The weights of a block do not overlap P V: its registers
- * serve Philox. */
-template <class Base> struct FwdDrop : Base {
+ * serve Philox. TOGETHER: the calls that a lane makes at a time. */
+template <class Base, int TOGETHER_> struct FwdDrop : Base {
     static constexpr bool OVERLAP = false;
+    static constexpr int TOGETHER = TOGETHER_;
 };
-template <class Base> struct ParamsOf<FwdDrop<Base>, false> {
+template <class Base, int TOGETHER> struct ParamsOf<FwdDrop<Base, TOGETHER>, false> {
     typedef FwdDropParams type;
 };
 /* A tile begins at a multiple of eight keys, which share a call of Philox. */
 constexpr int FWD_DROP_BOX_LOG2 = 3;
-template <class Base> struct InBoxes<FwdDrop<Base>> {
+template <class Base, int TOGETHER> struct InBoxes<FwdDrop<Base, TOGETHER>> {
     static constexpr bool value = true;
 };
 
-template <class Base> struct DropOf<FwdDrop<Base>> {
-    typedef FwdDrop<Base> Tile;
+template <class Base, int TOGETHER> struct DropOf<FwdDrop<Base, TOGETHER>> {
+    typedef FwdDrop<Base, TOGETHER> Tile;
     static constexpr bool ON = true;
     DropPairs kept;
 
@@ -39,8 +40,9 @@ template <class Base> struct DropOf<FwdDrop<Base>> {
         const Problem &p = x.fwd.problem;
         const uint32_t row = drop_row(p, t.work.b, t.work.head, t.seq.q0 + t.work.i0 + own_row());
         const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
-        kept.template draw_rows<Tile::BKV / 32>(seed, x.drop.most, row, (uint32_t)p.lse.row,
-                                                (uint32_t)(t.keys.lo + block * Tile::BKV) / 8);
+        kept.template draw_rows<Tile::BKV / 32, TOGETHER>(
+            seed, x.drop.most, row, (uint32_t)p.lse.row,
+            (uint32_t)(t.keys.lo + block * Tile::BKV) / 8);
         opaque(kept.word[0]);
         opaque(kept.word[1]);
     }
