@@ -60,13 +60,18 @@ __device__ __forceinline__ int prefill_page(const PrefillPages &x, const FwdTile
     return (int)page;
 }
 
-/* One warp loads K and Q. With two Q buffers, the next tile's Q follows the third key block of
+/* One warp loads K and Q. With two Q buffers, the next tile's Q follows an early key block of
  * this tile. Another warp loads V. Registers are few, so a lane's box is computed from the
  * thread index each time. */
 template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
     typedef Smem<Tile> S;
     typedef typename S::K Panels;
     static constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
+    /* AHEAD: the next tile's Q follows this key block. With two descriptions, the next tile is
+     * found only after the consumers have left the previous one, and K of this tile must not wait
+     * for it.
+     */
+    static constexpr int Q_BEHIND = S::TILE_STAGES > 2 ? 2 : 6;
     static_assert(Tile::HEAD_DIM == Tile::HEAD_DIM_V, "tiles of K and of V are alike");
     static_assert(Panels::panel_bytes == Tile::BKV * 128,
                   "rows of all panels lie one behind the other");
@@ -102,10 +107,7 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
         __syncwarp();
     }
 
-    /* Loads tile after tile. loaded(t, step, j) is called behind the copies of the tile's step j.
-     */
-    template <class Loaded>
-    __device__ __forceinline__ void all(const FwdTile *tiles, const Loaded &loaded) const {
+    __device__ __forceinline__ void all(const FwdTile *tiles) const {
         const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
         int n = 0, step = 0; /* step: key blocks of earlier tiles */
         described.wait_full(0);
@@ -115,12 +117,9 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
             const FwdTile &t = tiles[n % S::TILE_STAGES];
 #pragma unroll 1
             for (int j = 0; j <= t.steps.blocks; ++j) {
-                if (j < t.steps.blocks) {
-                    load(t, step + j, block_at<MODIFIED>(t, j));
-                    loaded(t, step + j, j);
-                }
+                if (j < t.steps.blocks) load(t, step + j, block_at<MODIFIED>(t, j));
                 if (OF_K && !AHEAD && j == 0) load_its_q(tiles, n);
-                if (OF_K && AHEAD && j == min(2, t.steps.blocks)) {
+                if (OF_K && AHEAD && j == min(Q_BEHIND, t.steps.blocks)) {
                     unsigned then = n + 1;
                     /* keeps the compiler from carrying the next tile's addresses through the
                      * loop */
@@ -135,9 +134,6 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
             if (!OF_K || !AHEAD) described.wait_full(n + 1);
         }
         if (OF_K && !AHEAD) load_its_q(tiles, n); /* signals the end to the consumers */
-    }
-    __device__ __forceinline__ void all(const FwdTile *tiles) const {
-        all(tiles, [](const FwdTile &, int, int) {});
     }
 };
 

@@ -21,15 +21,16 @@
  * computes from the mask.
  *
  *   warp 0  loads Q and K       warp 1  finds tiles
- *   warp 3  loads V             warp 2  computes words, and looks for NaN and inf in new V
+ *   warp 3  loads V             warp 2  reports errors and computes words
  *
- * V of a new token that a row does not see may hold NaN, and 0 times NaN is NaN. So warp 2 waits
- * for V of a partial block. It zeroes the rows of new tokens with a NaN or inf before it hands out
- * the block's words, on which the product with V depends. The consumers then add these rows to the
- * queries that see them, one by one. The bits of a row therefore do not depend on hidden keys.
+ * V of a new token that a row does not see may hold NaN, and 0 times NaN is NaN. So before the
+ * product of a partial block with V, the consumers look through the rows of new tokens in shared
+ * memory. If one has a NaN or inf, they zero it and add the row in memory to the queries that see
+ * it, one by one. The bits of a row therefore do not depend on hidden keys.
  *
  * Not handled, served by paged_tree: calls without prefill_has_many, head_dim other than 64 and
  * 128, windows, softcap, 8-bit pages, batch_invariant, pages that are not a multiple of 8 keys. */
+#include "../../ptx/bar_or.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"
 #include "paged_tree.cuh"
@@ -84,9 +85,9 @@ __device__ __forceinline__ bool is_partial(const FwdTile &t, int block) {
     return block < t.keys.plain_first || block >= t.keys.plain_end;
 }
 
-/* Set by warp 2 if a partial block of the tile has a new V with a NaN or inf. */
-template <class Tile> __device__ __forceinline__ int &spoilt_of(FwdTile &t) {
-    return Smem<Tile>::marks_of(t).tile;
+/* Set by the consumers if a new V of the tile has a NaN or inf. */
+template <class Tile> __device__ __forceinline__ volatile int &spoilt_of(FwdTile &t) {
+    return *(volatile int *)&Smem<Tile>::marks_of(t).tile;
 }
 
 /* ---- 2. the producer ------------------------------------------------------------------------- */
@@ -157,54 +158,22 @@ __device__ __forceinline__ void write_words(const TreePrefillParams &x, const Fw
     }
 }
 
-/* Zeroes the rows of V of new tokens that have a NaN or inf, and returns whether there are any. A
- * lane reads 16 bytes of a row. */
-template <class T, class Tile>
-__device__ __forceinline__ bool zero_spoilt(const FwdTile &t, int block, smem_addr v_s) {
-    constexpr int CHUNKS = Tile::HEAD_DIM_V / 8;
-    const int chunk = laneid() % CHUNKS, key0 = t.keys.lo + block * Tile::BKV,
-              end = min(t.seq.seq_k - key0, Tile::BKV);
-    bool any = false;
-#pragma unroll 2
-    for (int row0 = max(old_keys(t) - key0, 0); row0 < end; row0 += 32 / CHUNKS) {
-        const int row = row0 + laneid() / CHUNKS;
-        const smem_addr at_s =
-            v_s + chunk / 8 * Smem<Tile>::V::panel_bytes + row * 128 + chunk % 8 * 16;
-        const unsigned lanes =
-            __ballot_sync(0xffffffffu, row < end && has_special<T>(ld_shared_128(at_s)));
-        if (!lanes) continue;
-        any = true;
-        if (lanes >> (laneid() - chunk) & ((1u << CHUNKS) - 1))
-            st_shared_128(at_s, make_uint4(0, 0, 0, 0));
-    }
-    return any;
-}
-
-/* The barrier by which warp 3 tells warp 2 that the copies of a partial block's V are on their way.
- * A wait for a phase that is not the next one would return at once. V of the same stage two steps
- * later waits for the words of this block, so there is no second arrival before the warp has
- * waited.
- */
-__device__ __forceinline__ int v_copied(int step) { return 8 + (step & 1); }
-
 /* Hands out the words of partial blocks, tile after tile. One warp. */
-template <class T, class Tile>
-__device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, FwdTile *tiles,
+template <class Tile>
+__device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, const FwdTile *tiles,
                                                smem_addr smem_s) {
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     const tma_steps<S::WORDS_STAGES> ring = {smem_s + S::WORDS_RING};
-    const tma_steps<Tile::STAGES> v = {smem_s + S::V_RING};
     /* counts are in shared memory, because the producer has only 24 registers */
-    const smem_addr tiles_s = smem_s + S::COUNTS, taken_s = tiles_s + 4, steps_s = tiles_s + 8;
+    const smem_addr tiles_s = smem_s + S::COUNTS, taken_s = tiles_s + 4;
     st_shared_32(tiles_s, 0);
     st_shared_32(taken_s, 0); /* stages of words */
-    st_shared_32(steps_s, 0); /* key blocks of earlier tiles */
 #pragma unroll 1
     for (;;) {
         int n = (int)ld_shared_32(tiles_s);
         described.wait_full(n);
-        FwdTile &t = tiles[n % S::TILE_STAGES];
+        const FwdTile &t = tiles[n % S::TILE_STAGES];
         if (t.steps.blocks < 0) break;
 #pragma unroll 1
         for (int j = 0; j < t.steps.blocks; ++j) {
@@ -212,13 +181,6 @@ __device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, FwdTi
             int taken = (int)ld_shared_32(taken_s);
             ring.wait_empty(taken);
             write_words<Tile>(x, t, j, smem_s + S::WORDS_AT + ring.stage(taken) * S::WORDS_BYTES);
-            const int step = (int)ld_shared_32(steps_s) + j;
-            bar_sync(v_copied(step), 64);
-            v.wait_full(step);
-            if (zero_spoilt<T, Tile>(t, j, smem_s + S::V_AT + v.stage(step) * S::V::bytes)) {
-                spoilt_of<Tile>(t) = 1;
-                fence_proxy_async(); /* orders the zeros before WGMMA's reads */
-            }
             __syncwarp(); /* all lanes have written */
             taken = (int)ld_shared_32(taken_s);
             if (laneid() == 0) mbarrier_arrive(ring.full(taken));
@@ -226,27 +188,27 @@ __device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, FwdTi
             st_shared_32(taken_s, taken + 1);
         }
         n = (int)ld_shared_32(tiles_s);
-        const int steps = (int)ld_shared_32(steps_s) + t.steps.blocks;
-        __syncwarp(); /* all lanes have read t and the counts */
+        __syncwarp(); /* all lanes have read t and the count */
         if (laneid() == 0) mbarrier_arrive(described.empty(n));
         st_shared_32(tiles_s, n + 1);
-        st_shared_32(steps_s, steps);
     }
 }
 
 /* ---- 3. the consumers ------------------------------------------------------------------------ */
-/* Adds the rows of V that zero_spoilt has taken from a block to the queries that see them. The
- * block's weights are in c.w. */
+/* Adds the rows of new V that have a NaN or inf to the queries that see them, and zeroes them in
+ * shared memory. The block's weights are in c.w. Both warpgroups do so, each before its own
+ * product.
+ */
 template <class T, class Tile>
 __device__ __forceinline__ void add_spoilt(const TreePrefillParams &x, const FwdTile &t, int block,
-                                           Consumer<T, Tile, false> &c) {
+                                           smem_addr v_s, Consumer<T, Tile, false> &c) {
     constexpr int N = Tile::BKV / 8, ND = Tile::HEAD_DIM_V / 8;
     const PrefillPages &pages = x.prefill.pages;
     const int key0 = t.keys.lo + block * Tile::BKV, lane = laneid();
-    const int end = min(end_new(x.mask, t), key0 + Tile::BKV);
+    const int end = min(t.seq.seq_k, key0 + Tile::BKV);
     griddepcontrol_wait(); /* for this thread's own reads of memory */
 #pragma unroll 1
-    for (int key = max(first_new(t), key0); key < end; ++key) {
+    for (int key = max(old_keys(t), key0); key < end; ++key) {
         const int entry = (int)pages.by_block.into((unsigned)key),
                   page = pages.table[t.work.b * pages.table_row + entry * pages.table_entry];
         if ((unsigned)page >= (unsigned)pages.num_blocks) continue;
@@ -260,6 +222,9 @@ __device__ __forceinline__ void add_spoilt(const TreePrefillParams &x, const Fwd
         }
         if (!__any_sync(0xffffffffu, spoilt)) continue;
         const int at = key - key0;
+        if (lane < ND)
+            st_shared_128(v_s + lane / 8 * Smem<Tile>::V::panel_bytes + at * 128 + lane % 8 * 16,
+                          make_uint4(0, 0, 0, 0));
         float weight[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -270,6 +235,7 @@ __device__ __forceinline__ void add_spoilt(const TreePrefillParams &x, const Fwd
             mine = __shfl_sync(0xffffffffu, mine, lane / 4 * 4 + at % 8 / 2);
             weight[r] = to_f32(from_f32<T>(mine));
         }
+        if (key < first_new(t) || key >= end_new(x.mask, t)) continue; /* no query sees it */
         bool sees[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -291,6 +257,36 @@ __device__ __forceinline__ void add_spoilt(const TreePrefillParams &x, const Fwd
     }
 }
 
+/* Behind the weights of a block: looks for NaN and inf in the rows of V that are new tokens. */
+template <class T, class Tile>
+__device__ __forceinline__ void check_values(const TreePrefillParams &x, FwdTile &t, int step,
+                                             int block, Consumer<T, Tile, false> &c) {
+    constexpr int CHUNKS = Tile::HEAD_DIM_V / 8; /* of 16 bytes in a row */
+    const int key0 = t.keys.lo + block * Tile::BKV, from = max(old_keys(t) - key0, 0),
+              end = min(t.seq.seq_k - key0, Tile::BKV);
+    if (from >= end) return;
+    const smem_addr v_s = c.v_at(step + block);
+    bool spoilt = false;
+    c.v_ring().wait_full(step + block);
+#pragma unroll 1
+    for (int i = from * CHUNKS + mov_tid_x() % 128; i < end * CHUNKS; i += 128) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        const smem_addr at_s =
+            v_s + chunk / 8 * Smem<Tile>::V::panel_bytes + row * 128 + chunk % 8 * 16;
+        spoilt = spoilt || has_special<T>(ld_shared_128(at_s));
+    }
+    /* The other warpgroup may have zeroed what this one would have found. It has set the mark
+     * before. */
+    __threadfence_block();
+    spoilt = spoilt || spoilt_of<Tile>(t);
+    if (!bar_or(4 + c.warpgroup, 128, spoilt)) return;
+    spoilt_of<Tile>(t) = 1;
+    __threadfence_block();
+    add_spoilt<T, Tile>(x, t, block, v_s, c);
+    fence_proxy_async(); /* orders this thread's zeros before WGMMA's reads */
+    bar_sync(4 + c.warpgroup, 128);
+}
+
 /* The key blocks of a tile behind the first one, as Consumer::other_blocks takes them: a loop
  * without masks, which a partial block or a redo leaves and enters again. */
 template <class T, class Tile>
@@ -298,7 +294,9 @@ __device__ __forceinline__ void later_blocks(const TreePrefillParams &x, FwdTile
                                              Consumer<T, Tile, false> &c,
                                              const typename Consumer<T, Tile, false>::At &at) {
 #pragma unroll 1
-    for (int j = 1; j < at.end; ++j) {
+    for (int j = 0;;) {
+        if (is_partial(t, j)) check_values<T, Tile>(x, t, at.step, j, c);
+        if (++j == at.end) break;
         const int plain = j < t.keys.plain_first ? j : min(t.keys.plain_end, at.end);
         bool again = false;
 #pragma unroll 1
@@ -312,10 +310,9 @@ __device__ __forceinline__ void later_blocks(const TreePrefillParams &x, FwdTile
             c.block_taken();
             continue;
         }
-        if (j >= at.end) break;
+        if (j == at.end) break;
         if (c.take_block(t, at, j, true)) c.take_again(t, j, true);
         c.block_taken();
-        if (spoilt_of<Tile>(t)) add_spoilt<T, Tile>(x, t, j, c);
     }
 }
 
@@ -340,7 +337,6 @@ __device__ __forceinline__ void consume_trees(const TreePrefillParams &a, smem_a
     typedef Smem<Tile> S;
     typedef Consumer<T, Tile, false> C;
     static_assert(C::AHEAD && C::PACK_LATE && !C::LEADS, "weights stay in w behind a block");
-    static_assert(Tile::STAGES == 2, "v_copied");
     const FwdHopperParams &x = a.prefill.f;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
@@ -358,7 +354,6 @@ __device__ __forceinline__ void consume_trees(const TreePrefillParams &a, smem_a
         c.softmax.clear();
         if (own > 0) {
             c.first_block(t, at);
-            if (spoilt_of<Tile>(t)) add_spoilt<T, Tile>(a, t, 0, c);
             later_blocks<T, Tile>(a, t, c, at);
             c.last_values(t, at, 0, [] {});
         } else {
@@ -400,15 +395,11 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                             PageLoader<Tile, false, true>{a, smem_s}.all(tiles);
                         } else if (warp == 3) {
                             griddepcontrol_wait();
-                            PageLoader<Tile, false, false>{a, smem_s}.all(
-                                tiles, [](const FwdTile &t, int step, int j) {
-                                    if (is_partial(t, j)) bar_arrive(v_copied(step), 64);
-                                });
+                            PageLoader<Tile, false, false>{a, smem_s}.all(tiles);
                         } else {
                             griddepcontrol_wait();
                             check_prefill(a);
-                            hand_out_words<T, Tile>(x, (FwdTile *)(smem + Smem<Tile>::TILES),
-                                                    smem_s);
+                            hand_out_words<Tile>(x, tiles, smem_s);
                         }
                     },
                     [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
