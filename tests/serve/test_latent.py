@@ -142,6 +142,17 @@ def test_a_directory_is_served(directory):
     assert 32 * size == model.cache.nbytes == 32 * 16 * 3 * 576 * 4
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_random_weights(dtype):
+    what = loading.What(None, "tiny-latent", dtype, 32)
+    model = loading.ready(what, torch.device("cpu")).model
+    assert model.cache.latent == (64, 16) and model.cache.k.dtype == dtype
+    engine = Engine(model)
+    request = engine.submit(Request([5, 6, 7], max_tokens=5))
+    run(engine)
+    assert len(request.answer) == 5
+
+
 def test_the_flag_for_8_bits(directory):
     model = ready(directory, cache="e4m3")
     assert model.cache.k.dtype == torch.uint8

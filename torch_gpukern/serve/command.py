@@ -19,7 +19,7 @@ from .apart import Apart, Running
 from .eight_bit import CACHES
 from .engine import Engine
 from .extras import HTTP, MODELS, need
-from .random_models import SIZES
+from .random_models import SHAPES
 from .ranks import Others, follow, threads_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -83,8 +83,8 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     )
     p.add_argument(
         "--random",
-        choices=tuple(SIZES),
-        help="instead of MODEL_DIR: a Llama with random weights in this shape, for load tests",
+        choices=SHAPES,
+        help="instead of MODEL_DIR: random weights in this shape, for load tests",
     )
     p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index>")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")

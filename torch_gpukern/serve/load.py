@@ -30,7 +30,7 @@ from .eight_bit import CACHES
 from .loading import RECIPES
 from .metrics import percentile
 from .peer import Peer, Which
-from .random_models import SIZES
+from .random_models import SHAPES
 
 LEVELS = (32, 128, 512)
 HEADS = (
@@ -184,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
         description="Throughput, first-token and inter-token times of a server on loopback.",
     )
     p.add_argument("model", nargs="?", metavar="MODEL_DIR", help="default: --random tiny")
-    p.add_argument("--random", choices=tuple(SIZES), help="random weights in this shape")
+    p.add_argument("--random", choices=SHAPES, help="random weights in this shape")
     p.add_argument(
         "--at-once",
         type=whole(1, 4096),

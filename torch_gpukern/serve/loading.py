@@ -21,7 +21,7 @@ from .extras import MODELS, need
 from .memory import pages_beside
 from .models import TransformersModel
 from .probe import served
-from .random_models import random_llama
+from .random_models import random_model
 from .sampling import check_vocabulary
 from .shards import shard
 from .tokenizer import Bytes, Tokenizer
@@ -159,7 +159,7 @@ def load(directory: str | Path, dtype: torch.dtype) -> nn.Module:
 def random(size: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Random weights, whose tokens are bytes."""
     need(MODELS)
-    net = random_llama(size, str(device), dtype)
+    net = random_model(size, str(device), dtype)
     patch(net, say=None)
     return net
 

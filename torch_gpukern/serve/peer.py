@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .random_models import random_llama
+from .random_models import random_model
 
 
 class Which(NamedTuple):
@@ -84,7 +84,7 @@ def _network(which: Which) -> Any:
 
     dtype = getattr(torch, which.dtype)
     if which.directory is None:
-        net = random_llama(which.random or "tiny", which.device, dtype)
+        net = random_model(which.random or "tiny", which.device, dtype)
     else:
         net = transformers.AutoModelForCausalLM.from_pretrained(which.directory, dtype=dtype)
     net.to(which.device).eval().set_attn_implementation("sdpa")
