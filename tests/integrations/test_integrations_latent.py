@@ -195,6 +195,19 @@ def test_rows_are_read_in_place(layer, batch):
         assert torch.equal(rows[:, : want.shape[1], 0], want)
 
 
+def test_gradients_through_a_cache_that_grows():
+    made, gen = parts.LatentLayer(), generator("latent gradients")
+    total, leaves = 0.0, []
+    for tokens in (5, 2):
+        new = [randn(gen, 1, 1, tokens, n).requires_grad_() for n in (32, 16)]
+        leaves += new
+        c, k_pe = made.update(*new)
+        total = total + (c**2).sum() + (k_pe**2).sum()
+    total.backward()
+    for i, x in enumerate(leaves):  # the first ones are in the cache twice
+        assert torch.equal(x.grad, 2 * x * (2 if i < 2 else 1))
+
+
 def test_parts_that_are_not_side_by_side_are_copied():
     gen = generator("latent apart")
     c, k_pe = (randn(gen, 2, 1, 7, n) for n in (32, 16))

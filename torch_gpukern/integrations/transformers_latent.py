@@ -181,6 +181,10 @@ class LatentLayer(DynamicLayer):
         if not self.is_initialized:
             _check_parts(key_states)
             self.lazy_initialization(key_states, value_states)
+        if torch.compiler.is_compiling() or (
+            torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        ):
+            return super().update(key_states, value_states, *args, **kwargs)  # nothing in place
         old, new, wide = self.get_seq_length(), key_states.shape[2], key_states.shape[3]
         end, rows = old + new, self.rows
         if not self._is_view() or rows is None or end > rows.shape[2]:
