@@ -721,6 +721,10 @@ def check_experts_over_ranks(ranks):
         ValueError, match=f"num_experts 3 is no multiple of the group's {RANKS} ranks"
     ):
         gd.shard_experts(gk.nn.MoE(8, 4, 3, 1), ranks.all)
+    few = gk.nn.MoE(64, 32, RANKS, 1)
+    gk.nn.quantize(few, "w4", skip=("router",), say=None)
+    with pytest.raises(ValueError, match="the layer's experts are quantised"):
+        gd.shard_experts(few, ranks.all)
 
 
 def check_a_group_of_one(ranks):

@@ -619,6 +619,33 @@ def test_from_pretrained_then_accelerate(recipe, tmp_path):
     assert theirs.config.quantization_config is not None and theirs.hf_quantizer is not None
 
 
+def test_layers_of_compressed_tensors_are_adopted_together(tmp_path):
+    """compressed-tensors decodes all of its layers at the first call, so one in a form that is not
+    read keeps all."""
+    pytest.importorskip("compressed_tensors")
+    from torch_gpukern.nn.quant.adopted import adopt
+
+    model = model_of()
+    model.save_pretrained(tmp_path / "plain")
+    gnn.quantize_directory(
+        tmp_path / "plain",
+        tmp_path / "few",
+        "fp8",
+        layout="compressed-tensors",
+        show=False,
+        say=None,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "few").eval()
+    scheme = theirs.model.layers[0].mlp.up_proj.quantization_scheme
+    inputs, scheme.input_activations = scheme.input_activations, None
+    kinds = {n: (type(m), "forward" in vars(m)) for n, m in theirs.named_modules()}
+    done = adopt(theirs)
+    assert done.replaced == {} and "16-bit activations" in next(iter(done.left.values()))
+    assert {n: (type(m), "forward" in vars(m)) for n, m in theirs.named_modules()} == kinds
+    scheme.input_activations = inputs
+    assert len(adopt(theirs).replaced) == len(layers_of(model))
+
+
 def test_fp8_layers_of_transformers(tmp_path):
     """FP8Linear, as from_pretrained makes it on a GPU."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -171,6 +171,24 @@ def test_a_recipe_quantises_when_the_server_begins(model_dir, tmp_path, recipe):
         ready(tmp_path / "q", recipe="w8")
 
 
+def test_heads_of_any_name_stay():
+    """As in accelerate and gpukern quantize. The rule was the name lm_head."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BioGptConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    net = transformers.BioGptForCausalLM(config)
+    head = net.get_output_embeddings()
+    assert net.output_projection is head
+    loading.quantised(net, "w8")
+    assert type(head) is torch.nn.Linear
+    assert type(net.biogpt.layers[0].fc1).__name__ == "QuantizedLinear"
+
+
 def test_a_directory_of_another_tool_is_served(model_dir, tmp_path):
     """compressed-tensors' packed integers: fused layers, and the answers of gpukern's own form."""
     foreign, ours = tmp_path / "foreign", tmp_path / "ours"
