@@ -5,11 +5,21 @@ are generate's."""
 import pytest
 import torch
 from serving import all_free, prompts_of, run, save_model
+from test_ranks import Threads
 
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.latent import absorbed, is_latent
 from torch_gpukern.paged import shared
-from torch_gpukern.serve import Engine, Request, TransformersModel, loading, memory, models, served
+from torch_gpukern.serve import (
+    Engine,
+    Request,
+    TransformersModel,
+    loading,
+    memory,
+    models,
+    served,
+    shards,
+)
 from torch_gpukern.serve.models import ATTENTION
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -276,3 +286,56 @@ def test_long_prompts_expand_their_new_tokens(cache, dtype, monkeypatch):
     assert expanded == [False] * 3 + [True] * 9  # three layers in four of the steps
     most = 2e-5 if cache is None else 0.1  # new tokens are not read from 8 bits
     assert (got - want).abs().max() < most * want.abs().max()
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    threads = Threads()
+    monkeypatch.setattr(shards, "dist", threads)
+    monkeypatch.setattr(shards, "all_gather", threads.all_gather)
+    return threads
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    (
+        ("DeepseekV3", {}),
+        ("DeepseekV2", {"q_lora_rank": None}),
+        ("DeepseekV2", {}),
+        ("DeepseekV2", {"first_k_dense_replace": 0}),
+        ("DeepseekV3", {"first_k_dense_replace": 3}),
+        ("MiniCPM3", {}),
+    ),
+    ids=str,
+)
+def test_two_ranks_are_the_network(ranks, kind, settings):
+    """Each rank has a part of all experts, and in V2 its heads; both have all latents."""
+    ids = torch.tensor([[5, 7, 9, 11, 2]])
+    nets = [deepseek(kind, **settings) for _ in range(3)]
+    with torch.inference_mode():
+        want = nets[2](input_ids=ids).logits
+    assert len({sum(p.numel() for p in net.parameters()) for net in nets}) == 1
+
+    def work(rank):
+        shards.shard(nets[rank], rank, 2)
+        model = served(nets[rank], 16, ranks=2)
+        nets[rank].set_attn_implementation("eager")
+        with torch.inference_mode():
+            return model, nets[rank](input_ids=ids).logits
+
+    for model, logits in ranks.run(work):
+        assert (logits - want).abs().max() < 1e-4 * want.abs().max()
+        assert model.cache.k.shape[3:] == (1, 48)
+        heads = next(iter(model.latents.values())).heads
+        assert heads == (4 if kind == "DeepseekV3" else 2)  # V3's plan leaves attention whole
+    experts = [[p.numel() for n, p in net.named_parameters() if ".experts." in n] for net in nets]
+    assert [2 * n for n in experts[0]] == experts[2]
+
+
+def test_experts_that_ranks_do_not_divide():
+    with pytest.raises(ValueError, match="experts.gate_up_proj has 47 columns of an expert"):
+        shards.shard(deepseek(moe_intermediate_size=47), 0, 2)
+    net = deepseek()
+    net.model.layers[1].mlp.experts.has_bias = True
+    with pytest.raises(ValueError, match="experts.gate_up_proj has biases, is transposed, or"):
+        shards.shard(net, 0, 2)

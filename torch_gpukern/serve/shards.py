@@ -6,7 +6,8 @@ Which layers are split is what the model's configuration says for transformers' 
 parallelism (`base_model_tp_plan`). A layer whose result is split keeps its rows of the weight. A
 layer whose input is split keeps its columns, and its results are added over the ranks. The head
 keeps its rows, and the logits are gathered. All else is on every rank. A rank's layers are plain
-nn.Linear, so they are quantised and fused as those of one rank.
+nn.Linear, so they are quantised and fused as those of one rank. Each expert of a mixture is divided
+as an MLP is, so every rank has a part of all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ..distributed.ranks import all_gather
 from ..nn import Linear
 
 SPLIT_ROWS, SPLIT_COLUMNS = "colwise", "rowwise"  # transformers name the sides of weight^T
-WHOLE = ("replicated_with_grad_allreduce",)
+SPLIT_HALVES, EXPERTS = "packed_colwise", "moe_tp_experts"  # gate and up in one; the mixture's sum
+WHOLE = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 HEADS = "num_attention_heads", "num_key_value_heads"
 
 
@@ -33,8 +35,8 @@ class Summed(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.total(self.inner(x))
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.total(self.inner(*args))
 
     @staticmethod
     def total(x: Tensor) -> Tensor:
@@ -78,10 +80,10 @@ def shard(net: Any, rank: int, ranks: int) -> None:
             f"tensor parallelism: {name} has no base_model_tp_plan; serve it on 1 rank"
         )
     for key, style in plan.items():
-        if style not in (SPLIT_ROWS, SPLIT_COLUMNS, *WHOLE):
+        if style not in (SPLIT_ROWS, SPLIT_COLUMNS, SPLIT_HALVES, EXPERTS, *WHOLE):
             raise ValueError(
                 f"tensor parallelism: the plan of {name} has {style} for {key}; expected "
-                f"{SPLIT_ROWS} or {SPLIT_COLUMNS}; serve it on 1 rank"
+                f"{SPLIT_ROWS}, {SPLIT_COLUMNS}, or those of experts; serve it on 1 rank"
             )
     for key in HEADS:
         heads = getattr(config, key, None)
@@ -90,16 +92,24 @@ def shard(net: Any, rank: int, ranks: int) -> None:
                 f"tensor parallelism: {name} has {key} {heads}, which {ranks} ranks do not divide"
             )
     base = net.base_model
-    for key, style in plan.items():
+    # a mixture is wrapped last, because names of its weights go through it
+    for key, style in sorted(plan.items(), key=lambda item: item[1] == EXPERTS):
         if style in WHOLE:
             continue
         pattern = re.compile(re.escape(key).replace(r"\*", r"[^.]+"))
         layers = [n for n, _ in base.named_modules() if pattern.fullmatch(n)]
-        if not layers:
+        weights = [n for n, _ in base.named_parameters() if pattern.fullmatch(n)]
+        if not layers and not weights and not _is_optional(key, plan, base):
             raise ValueError(f"tensor parallelism: {name} has no layer {key}, which its plan names")
+        for weight in weights:
+            parent, _, last = weight.rpartition(".")
+            keep_experts(weight, base.get_submodule(parent), last, style, rank, ranks)
         for layer in layers:
             parent, _, last = layer.rpartition(".")
             holder, module = base.get_submodule(parent), base.get_submodule(layer)
+            if style == EXPERTS:
+                setattr(holder, last, Summed(module))
+                continue
             if type(module) not in (nn.Linear, Linear):
                 raise ValueError(
                     f"tensor parallelism: {layer} is {type(module).__name__}; expected nn.Linear. "
@@ -115,6 +125,37 @@ def shard(net: Any, rank: int, ranks: int) -> None:
         own.weight, own.bias = head.weight, head.bias
         keep("lm_head", own, SPLIT_ROWS, rank, ranks)
         net.set_output_embeddings(Gathered(own, ranks))
+
+
+def _is_optional(key: str, plan: dict[str, str], base: Any) -> bool:
+    """Whether a plan names layers that this model has in another form: dense MLPs where all layers
+    are mixtures or the other way round, and one of two ways to make queries."""
+    names = [n for n, _ in (*base.named_modules(), *base.named_parameters())]
+    last = key.rpartition(".")[2]
+    others = {"q_proj": ("q_b_proj",), "q_b_proj": ("q_proj",)}.get(last, ())
+    if ".mlp." in key and any(".experts" in other for other in plan):
+        others = ("experts", "gate_proj", "up_proj", "down_proj")
+    return any(n.rpartition(".")[2] in others for n in names)
+
+
+def keep_experts(name: str, experts: Any, which: str, style: str, rank: int, ranks: int) -> None:
+    """The rank's part of the weights of all experts, [E, rows, columns] as in nn.Linear. Of gate and
+    up in one weight it is a part of both."""
+    halves = type(experts)._apply_gate.__name__ == "_default_apply_gate" and experts.has_gate
+    if experts.is_transposed or experts.has_bias or not halves:
+        raise ValueError(
+            f"tensor parallelism: {name} has biases, is transposed, or has a gate of its own; "
+            f"expected gate and up in halves of one weight; serve it on 1 rank"
+        )
+    weight, dim = getattr(experts, which), 1 if style == SPLIT_HALVES else 2
+    parts = weight.detach().chunk(2 if style == SPLIT_HALVES else 1, dim)
+    if style not in (SPLIT_HALVES, SPLIT_COLUMNS) or parts[0].shape[dim] % ranks:
+        raise ValueError(
+            f"tensor parallelism: {name} has {parts[0].shape[dim]} columns of an expert, by {style}, "
+            f"which {ranks} ranks do not divide"
+        )
+    mine = torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)
+    setattr(experts, which, nn.Parameter(mine.contiguous(), requires_grad=False))
 
 
 def keep(name: str, module: Any, style: str, rank: int, ranks: int) -> None:
