@@ -132,8 +132,9 @@ def test_transformers_loads_them(recipe, plain, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ("w4", "nvfp4", "fp8"))
-def test_accelerate_leaves_layers_that_compressed_tensors_made(recipe, plain, tmp_path):
-    """Packed layers are nn.Linear without a weight. They keep their forward, the rest is replaced."""
+def test_accelerate_beside_layers_that_compressed_tensors_made(recipe, plain, tmp_path):
+    """Packed layers are nn.Linear without a weight. They become ours. In a form that is not read they
+    keep their forward, and the rest is replaced."""
     pytest.importorskip("compressed_tensors")
     from torch_gpukern.integrations import transformers as gk
 
@@ -142,16 +143,23 @@ def test_accelerate_leaves_layers_that_compressed_tensors_made(recipe, plain, tm
     )
     ids = torch.randint(70, (2, 9), generator=generator("compressed tokens"))
     found = []
-    for accelerated in (False, True):
+    for way in ("theirs", "ours", "kept"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "few", dtype=torch.bfloat16, attn_implementation="eager"
         ).eval()
-        if accelerated:
+        scheme = model.model.layers[0].mlp.up_proj.quantization_scheme
+        form = scheme.format
+        if way == "kept":
+            scheme.format = "mxfp6-pack-quantized"
+        if way != "theirs":
             done = gk.accelerate(model, say=None)
-            assert "its forward was replaced before" in done.left.values()
+            assert ("its forward was replaced before" in done.left.values()) == (way == "kept")
+            assert ("quantised before" in done.done) == (way == "ours")
             assert "3 LlamaRMSNorm" in done.done
+        scheme.format = form
         found.append(model(input_ids=ids, labels=ids).loss.detach())
-    torch.testing.assert_close(*found, rtol=3e-3, atol=0)
+    for loss in found[1:]:
+        torch.testing.assert_close(loss, found[0], rtol=3e-3, atol=0)
 
 
 def test_refusals(plain, tmp_path):
