@@ -212,6 +212,7 @@ WITHOUT_PRODUCTS = (
     "transpose_",
     "relay_",
     "quantize_",
+    "bwd_bias_",
     "flash_attn_bwd_round_",
     "cross_entropy_",
     "glu_",
