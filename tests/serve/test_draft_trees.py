@@ -248,7 +248,8 @@ def test_prompt_lookup_accepts_second_branches(device):
     assert figures[1].accepted_beside == 0 and figures[0].drafted == 0
     assert figures[2].accepted_beside > 10 and figures[4].accepted_beside > 10
     assert figures[4].accepted > figures[1].accepted
-    assert figures[4].steps < figures[1].steps < figures[0].steps
+    # the request that gains least decides how many steps there are
+    assert all(figures[n].steps < figures[0].steps for n in (1, 2, 4))
 
 
 def test_the_second_branch_is_right(net, wanted):
