@@ -255,6 +255,14 @@ def test_another_attention_gets_keys(calls):
         assert torch.equal(generated(net, ids, mask)[0], want) and not calls
 
 
+def test_rows_that_are_too_wide_are_expanded(calls):
+    net = tiny(kv_lora_rank=576)
+    ids, mask = words(2, 9, False)
+    want, _ = generated(net, ids, mask)
+    with gk.accelerate(net, say=None):
+        assert torch.equal(generated(net, ids, mask)[0], want) and not calls
+
+
 def test_report_and_restore():
     net = tiny()
     done = gk.accelerate(net, say=None)

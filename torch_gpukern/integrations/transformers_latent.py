@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from .._library import ops
 from ..nn.latent import absorbed, is_latent, is_plain
 from ..nn.rows import served
 from ..ops import paged_attn
@@ -37,6 +38,11 @@ class Layer:
 
     def __init__(self, module: Any, name: str) -> None:
         self.products, self.name = absorbed(module), name
+        latent = self.products.latent
+        self.fits = {  # whether paged_attn takes rows of these widths on CUDA and elsewhere
+            cuda: all(ops.serves_head_dim(n, cuda) for n in (sum(latent), latent[0]))
+            for cuda in (False, True)
+        }
 
     def keeps(self, module: Any) -> bool:
         """Whether expand_kv hands on c and k_pe in this pass. `paged_attn` has no gradient, and
@@ -60,6 +66,7 @@ class Layer:
         return (
             query.dtype == c.dtype == k_pe.dtype == expand.weight.dtype
             and served(query, c, k_pe, expand.weight)
+            and self.fits[c.is_cuda]
             and self.is_cheaper(query.shape[2])
         )
 
