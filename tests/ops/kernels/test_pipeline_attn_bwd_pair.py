@@ -5,8 +5,8 @@ the warp that sends dS to the other block, and the warps of two warpgroups. Copi
 end at any time. No barrier says that the other block has read a dS: the other block sends its dS of
 the next step only after both of its warpgroups have finished this step.
 
-With a bias (flash_attn_bwd_masked_wide_sm90a.cu) a copy stores dS as its gradient, and a warp reads
-dS to sum it.
+With a bias (flash_attn_bwd_masked_wide_sm90a.cu) a copy stores dS as its gradient, and two warps
+read dS to sum it.
 
 A run fails if nothing can proceed, if something is overwritten while it is read, if anything reads
 bytes of another step, or if a copy or an arrival reaches a block that has exited. Then each rule is
@@ -62,10 +62,10 @@ class Place:
 
 def senders(bias):
     """The arrivals at BAR_SENT_DS."""
-    made = r"BWD_SENT_DS = (128 \+ 32) \+ \(bwd_collects<Tile> \? (32) : 0\);"
+    made = r"BWD_SENT_DS = (128 \+ 32) \+ \(bwd_collects<Tile> \? (64) : 0\);"
     source = (CUDA / "attn/backward/bwd_producer.cuh").read_text()
     assert re.search(made, source)
-    return WARPS + 1 + bias
+    return WARPS + 1 + 2 * bias
 
 
 class Block:
@@ -88,7 +88,7 @@ class Block:
         }
         self.p = [Place("P") for _ in range(WARPS)]
         self.p_ready, self.ds_ready, self.own_ds = Sync(2 * WARPS), Sync(2 * WARPS), Sync(WARPS)
-        # warpgroup 1, the warp that sends and with a bias the one that sums
+        # warpgroup 1, the warp that sends and with a bias the two that sum
         apart = kernel.broken == "sent before it is summed"  # the sums wait by themselves
         self.ds_sent = [Sync(senders(kernel.bias and not apart)) for _ in range(2)]
         self.records = [Place("the place of a step") for _ in range(2)]
@@ -101,7 +101,8 @@ class Block:
         yield self.whole(self.load())
         yield self.whole(self.send())
         if self.k.bias:
-            yield self.whole(self.collect())
+            for _ in range(2):
+                yield self.whole(self.collect())
 
     def whole(self, agent):
         """Runs a warp, then the cluster barrier at its end."""
@@ -263,7 +264,7 @@ class Block:
 
 
 def agents_of(kernel):
-    return 2 * WARPS + 2 + kernel.bias
+    return 2 * WARPS + 2 + 2 * kernel.bias
 
 
 def schedules(kernel, count, seed):

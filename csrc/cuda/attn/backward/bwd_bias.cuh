@@ -4,8 +4,9 @@
  * Shared memory has no room for a stage of a bias. Warpgroup 0 loads the bias of its next step into
  * registers (BwdWideConsumer::load_bias), so a bias may broadcast over any dimension but the keys.
  * dS is stored as [rows][keys]. If each of its elements belongs to one element of the bias, TMA
- * stores it as the gradient. Otherwise a spare warp of the producer reads dS of each step from
- * shared memory and adds it to sums in float32, in any order:
+ * stores it as the gradient. Otherwise warps 9 and 11 of the producer, which have little else to
+ * do, read half of the rows of dS of each step from shared memory and add them to sums in float32,
+ * in any order:
  *
  *   [.., Sq, Sk]   the whole tile, 16 bytes of a lane at a time
  *   [.., 1, Sk]    the columns, once a head
@@ -26,10 +27,11 @@ namespace {
 /* dS of a step. */
 typedef wgmma_panels<64, 64> StepDs;
 
-/* Adds the columns of dS to `keys`: those of the lane's two keys. */
-template <class T> __device__ __forceinline__ void add_columns(float2 &keys, smem_addr ds_s) {
+/* Adds the columns of 32 rows of dS from `first` on to `keys`: those of the lane's two keys. */
+template <class T>
+__device__ __forceinline__ void add_columns(float2 &keys, int first, smem_addr ds_s) {
 #pragma unroll 8
-    for (int i = 0; i < 64; ++i) {
+    for (int i = first; i < first + 32; ++i) {
         const float2 ds = unpack2<T>(ld_shared_32(ds_s + StepDs::offset_of(i, 2 * laneid())));
         keys.x += ds.x;
         keys.y += ds.y;
@@ -41,13 +43,13 @@ __device__ __forceinline__ void flush_columns(float *to, const BwdWork &w, const
     if (key + 1 < w.seq.seq_k) atomicAdd(to + key + 1, keys.y);
 }
 
-/* Adds dS to a head's sums, whose rows have `pitch` elements. */
+/* Adds 32 rows of dS from `first` on to a head's sums, whose rows have `pitch` elements. */
 template <class T>
-__device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, int pitch,
+__device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, int pitch, int first,
                                          smem_addr ds_s) {
     const int key = w.j0 + laneid() % 16 * 4;
-#pragma unroll 4
-    for (int i = laneid() / 16; i < 64; i += 2) {
+#pragma unroll 8
+    for (int i = first + laneid() / 16; i < first + 32; i += 2) {
         const uint2 four = ld_shared_64(ds_s + StepDs::offset_of(i, laneid() % 16 * 4));
         if (i0 + i >= w.seq.seq_q || key >= pitch) continue;
         const float2 a = unpack2<T>(four.x), b = unpack2<T>(four.y);
@@ -56,15 +58,17 @@ __device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, in
     }
 }
 
-/* Adds the diagonals of dS to a head's sums. to: the element of key w.j0 and row i0. In pass r a
- * lane takes the word u = lane + r, modulo 32, of rows 2 r and 2 r + 1. Their four elements lie on
- * the diagonals 2 e, 2 e + 1, 2 e - 1 and 2 e with e = u - r, which is `lane` or `lane` - 32. */
+/* Adds the diagonals of 32 rows of dS from `first` on to a head's sums. to: the element of key w.j0
+ * and row i0, `least` and `most` the places of its ends. In pass r a lane takes the word u = lane +
+ * r, modulo 32, of rows 2 r and 2 r + 1. Their four elements lie on the diagonals 2 e, 2 e + 1, 2 e
+ * - 1 and 2 e with e = u - r, which is `lane` or `lane` - 32. */
 template <class T>
-__device__ __forceinline__ void add_diagonals(float *to, int least, int most, smem_addr ds_s) {
+__device__ __forceinline__ void add_diagonals(float *to, int least, int most, int first,
+                                              smem_addr ds_s) {
     const int lane = laneid();
     float on[2] = {0, 0}, after[2] = {0, 0}, before[2] = {0, 0};
-#pragma unroll 4
-    for (int r = 0; r < 32; ++r) {
+#pragma unroll 8
+    for (int r = first / 2; r < first / 2 + 16; ++r) {
         const int u = (lane + r) % 32;
         const float2 a = unpack2<T>(ld_shared_32(ds_s + StepDs::offset_of(2 * r, 2 * u))),
                      b = unpack2<T>(ld_shared_32(ds_s + StepDs::offset_of(2 * r + 1, 2 * u)));
@@ -89,14 +93,15 @@ __device__ __forceinline__ void add_diagonals(float *to, int least, int most, sm
     }
 }
 
-/* The spare warp: it reads dS of each step once warpgroup 1 has stored it. send_ds says why it has
- * read dS before that is overwritten. One warp. */
+/* Warps 9 and 11 read dS of each step once warpgroup 1 has stored it. send_ds says why they have
+ * read dS before that is overwritten. */
 template <class T, class Tile>
 __device__ __forceinline__ void collect_bias(const BwdMaskedParams &x, const BwdWork &w,
                                              smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     static_assert(std::is_same<typename S::Scores, StepDs>::value, "dS has one panel of 64 rows");
     const int steps = steps_of<Tile>(x.g, w);
+    const int first = threadIdx.x / 32 == 9 ? 0 : 32; /* of the warp's rows */
     float2 keys = make_float2(0, 0);
     float *last = NULL; /* where `keys` belong */
 #pragma unroll 1
@@ -109,16 +114,17 @@ __device__ __forceinline__ void collect_bias(const BwdMaskedParams &x, const Bwd
             float *to = x.bias_sums + w.b * x.sums_batch + head * x.sums_head;
             if constexpr (ScoresOf<Tile>::BIAS == BWD_DISTANCE) {
                 const int zero = w.j0 - i0 + w.seq.seq_q - 1;
-                add_diagonals<T>(to + zero, -zero, w.seq.seq_q + w.seq.seq_k - 2 - zero, ds_s);
+                add_diagonals<T>(to + zero, -zero, w.seq.seq_q + w.seq.seq_k - 2 - zero, first,
+                                 ds_s);
             } else if (x.sums_row == 0) {
                 if (to != last) {
                     if (last) flush_columns(last, w, keys);
                     keys = make_float2(0, 0);
                     last = to;
                 }
-                add_columns<T>(keys, ds_s);
+                add_columns<T>(keys, first, ds_s);
             } else {
-                add_tile<T>(to, w, i0, (int)x.sums_row, ds_s);
+                add_tile<T>(to, w, i0, (int)x.sums_row, first, ds_s);
             }
         }
     }

@@ -354,7 +354,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
         if (threadIdx.x / 32 == 8) Consumer::load(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
         if constexpr (bwd_collects<Tile>)
-            if (threadIdx.x / 32 == 9) Consumer::collect(x, w, smem, smem_s);
+            if (threadIdx.x / 32 % 2 == 1) Consumer::collect(x, w, smem, smem_s);
         /* The release waits for the additions. This warp does it, so that the consumers can store
          * dK and dV meanwhile. */
         if (threadIdx.x / 32 == 11 && x.grid.rows > 0) {

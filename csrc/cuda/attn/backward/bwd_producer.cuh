@@ -74,10 +74,10 @@ struct BwdTileOf {
     float slope; /* ALiBi slope, 0 = none; masked kernel: the bits of the query head's number */
 };
 
-/* True if a warp of the producer also reads dS of every step, to sum the gradient of a bias. */
+/* True if two warps of the producer also read dS of every step, to sum the gradient of a bias. */
 template <class Tile> constexpr bool bwd_collects = Tile::PAIR && ScoresOf<Tile>::BIAS;
 /* The threads that meet at BAR_SENT_DS. */
-template <class Tile> constexpr int BWD_SENT_DS = 128 + 32 + (bwd_collects<Tile> ? 32 : 0);
+template <class Tile> constexpr int BWD_SENT_DS = 128 + 32 + (bwd_collects<Tile> ? 64 : 0);
 
 template <class Tile> struct BwdSmem {
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, THREADS = 3 * 128;
@@ -119,7 +119,7 @@ template <class Tile> struct BwdSmem {
     static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
     /* masked kernel: the producer's place in the lists, and the block's part of a tile */
     static constexpr int PLACE = WORK + (int)sizeof(BwdWork);
-    /* the first row and the head of a step, for the warp that sums the gradient of a bias */
+    /* the first row and the head of a step, for the warps that sum the gradient of a bias */
     static constexpr int COLLECT = PLACE + (bwd_masked<Tile> ? 48 : 0);
     static constexpr int BYTES = COLLECT + (bwd_collects<Tile> ? 16 : 0);
     static constexpr GK_HD int peer_full(int step) { return PEER_FULL + 8 * (step & 1); }
@@ -292,8 +292,8 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
  * it. There is no signal that dS has been read. Instead, a block stores dS of step n + 2 only
  * after it has received the other block's dS of step n + 1. The other block stored that after
  * both its warpgroups had finished step n. For the same reason two alternating named barriers
- * are enough. The warp that sums the gradient of a bias has read dS of step n by then, too: it
- * meets this warp at step n + 1, and without that the other block's dS does not count as received.
+ * are enough. The warps that sum the gradient of a bias have read dS of step n by then, too: they
+ * meet this warp at step n + 1, and without that the other block's dS does not count as received.
  */
 template <class Tile>
 __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork &w,

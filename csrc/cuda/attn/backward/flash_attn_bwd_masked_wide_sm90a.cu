@@ -243,7 +243,7 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
                                                 unsigned char *smem, smem_addr smem_s) {
         load_masked_pair<T, Tile>(x, w, smem, smem_s);
     }
-    /* One warp. */
+    /* Two warps. */
     static __device__ __forceinline__ void collect(const Params &x, const BwdWork &w,
                                                    const unsigned char *, smem_addr smem_s) {
         collect_bias<T, Tile>(x, w, smem_s);
