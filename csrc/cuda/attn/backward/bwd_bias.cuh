@@ -48,7 +48,7 @@ template <class T>
 __device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, int pitch, int first,
                                          smem_addr ds_s) {
     const int key = w.j0 + laneid() % 16 * 4;
-#pragma unroll 8
+#pragma unroll 4
     for (int i = first + laneid() / 16; i < first + 32; i += 2) {
         const uint2 four = ld_shared_64(ds_s + StepDs::offset_of(i, laneid() % 16 * 4));
         if (i0 + i >= w.seq.seq_q || key >= pitch) continue;
