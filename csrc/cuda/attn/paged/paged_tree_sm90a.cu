@@ -296,7 +296,10 @@ __device__ __forceinline__ void later_blocks(const TreePrefillParams &x, FwdTile
 #pragma unroll 1
     for (int j = 0;;) {
         if (is_partial(t, j)) check_values<T, Tile>(x, t, at.step, j, c);
-        if (++j == at.end) break;
+        /* the shuffle tells the compiler that j is uniform over the warp, behind a branch that it
+         * takes for a divergent one */
+        j = __shfl_sync(0xffffffffu, j + 1, 0);
+        if (j == at.end) break;
         const int plain = j < t.keys.plain_first ? j : min(t.keys.plain_end, at.end);
         bool again = false;
 #pragma unroll 1
