@@ -250,6 +250,15 @@ static bool looks_at_rows(const gk_cuda_table *t) {
            t == &gk_weight_gemm_8bit_sm80_table || t == &gk_scaled_gemm_decoded_table;
 }
 
+/* Kernels that compute the transposed result and activate two neighbours at once: two rows then
+ * share a reciprocal, which may change a last bit. Batch-invariant calls whose 16-bit result has
+ * such an activation leave them out. */
+static bool activates_two_rows(const gk_cuda_table *t, gk_activation activation, gk_dtype out) {
+    return (out == GK_BF16 || out == GK_F16) && activation > GK_ACT_RELU &&
+           (t == &gk_sparse_gemm_sm90a_table || t == &gk_scaled_gemm_swapab_sm90a_table ||
+            t == &gk_scaled_gemm_mx_sm90a_table);
+}
+
 bool gk_cuda_takes(gk_op op, int table, const void *args) {
     int asked = 0; /* the features that the call needs */
     const features *x;
@@ -274,7 +283,14 @@ bool gk_cuda_takes(gk_op op, int table, const void *args) {
     } else if (op == GK_OP_WEIGHT_GEMM) {
         return !(gk_batch_invariant() && looks_at_rows(weight_gemm_tables[table]));
     } else if (op == GK_OP_SCALED_GEMM) {
-        return !(gk_batch_invariant() && looks_at_rows(scaled_gemm_tables[table]));
+        const gk_scaled_gemm_args *g = args;
+        const gk_cuda_table *t = scaled_gemm_tables[table];
+        return !(gk_batch_invariant() &&
+                 (looks_at_rows(t) || activates_two_rows(t, g->activation, g->out.dtype)));
+    } else if (op == GK_OP_SPARSE_GEMM) {
+        const gk_sparse_gemm_args *g = args;
+        return !(gk_batch_invariant() &&
+                 activates_two_rows(sparse_gemm_tables[table], g->activation, g->out.dtype));
     } else {
         return true;
     }

@@ -242,6 +242,8 @@ def weight_on_cuda(name, gen, k, n):
         )
     packed = gk.pack_weight(codes, form)
     a = randn_16(gen, MOST_ROWS, k, dtype=dtype)
+    if "gelu" in words:
+        more["activation"] = "gelu"
     return lambda a: gk.weight_gemm(a, packed, scale, n, form, **more), (a,)
 
 
@@ -256,6 +258,8 @@ def scaled_on_cuda(name, gen, k, n):
     how = {"accumulate": "fast"} if "fast" in words else {}
     if "wide" in words:
         how["out_dtype"] = torch.float32
+    if "silu" in words:
+        how["activation"] = "silu"
     if "columns" in words:  # scales of single columns for 128 of k
         scale_b = scale_b.repeat_interleave(128, 0)[:n].contiguous()
     return lambda a, s: gk.scaled_gemm(a, b.t(), s, scale_b.t(), **how), (a, scale_a)
@@ -266,15 +270,16 @@ def sparse_on_cuda(name, gen, k, n):
     kept = torch.rand(n, k // 4, 4, generator=gen, device="cuda").argsort(-1) < 2
     w, a = (torch.randn(rows, k, generator=gen, device="cuda") for rows in (n, MOST_ROWS))
     w = w * kept.flatten(1)
+    how = {"activation": "gelu_tanh"} if "gelu" in name else {}
     if form == "bf16":
         values, meta = gk.sparse_pack(w.bfloat16())
-        return lambda a: gk.sparse_gemm(a, values, meta), (a.bfloat16(),)
+        return lambda a: gk.sparse_gemm(a, values, meta, **how), (a.bfloat16(),)
     code = torch.int8 if form == "int8" else torch.float8_e4m3fn
     codes, scale_b = gk.quantize(w, code, "row")
     values, meta = gk.sparse_pack(codes)
     a, scale_a = gk.quantize(a, code, "row")
     return (
-        lambda a, s: gk.sparse_gemm(a, values, meta, scale_a=s, scale_b=scale_b.t()),
+        lambda a, s: gk.sparse_gemm(a, values, meta, scale_a=s, scale_b=scale_b.t(), **how),
         (a, scale_a),
     )
 
@@ -298,6 +303,8 @@ def grouped_on_cuda(name, gen, k, n):
         order = owner.argsort(stable=True)
         offs = torch.stack([(owner <= g).sum() for g in range(3)]).int()
         more = {"scale_a": rows[1][order], **how} if how else {}
+        if "silu" in name:
+            more["activation"] = "silu"
         out = gk.grouped_gemm(rows[0][order], b.mT, offs, **more)
         return out[order.argsort()]
 
@@ -316,7 +323,10 @@ ON_CUDA = (
     "weight int4, weight uint4, weight mxfp4, weight nvfp4, weight int8 f16, weight e4m3, "
     "weight int4 wide, scaled row, scaled row fast, scaled row wide, scaled 1x128, "
     "scaled 1x128 columns, scaled 1x32, scaled int8, sparse bf16, sparse int8, sparse e4m3, "
-    "grouped bf16, grouped e4m3, grouped e4m3 1x128"
+    "grouped bf16, grouped e4m3, grouped e4m3 1x128, "
+    # two results may share a reciprocal, which must be of one row
+    "weight int4 gelu, scaled row silu, scaled 1x128 silu, scaled 1x128 columns silu, "
+    "scaled 1x32 silu, sparse bf16 gelu, sparse int8 gelu, sparse e4m3 gelu, grouped bf16 silu"
 ).split(", ")
 
 
