@@ -121,11 +121,11 @@ def _backward(needs, a, b, offs, dtype, rows, form, **values):
         if "b" in needs:
             made["b"] = _grouped_gemm.call_named(a=a.mT, b=grad, offs=offs)
     if "bias" in needs:
-        made["bias"] = _bias_gradient(whole, offs, rows, *form)
+        made["bias"] = bias_gradient(whole, offs, rows, *form)
     return made
 
 
-def _bias_gradient(grad: Tensor, offs: Tensor, rows: bool, dims: int, dtype: torch.dtype) -> Tensor:
+def bias_gradient(grad: Tensor, offs: Tensor, rows: bool, dims: int, dtype: torch.dtype) -> Tensor:
     """The gradient of bias. For groups of rows, each group's sum is a grouped product with ones, so
     that offs is not read on the host."""
     if rows:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cli.terminal import device_of, whole
+from ..nn.moe import is_transformers_experts
+from ..nn.quant.quantized import HoldsCodes
 from . import loading
 from .apart import Apart, Running
 from .eight_bit import CACHES
@@ -282,13 +284,19 @@ def size(count: int) -> str:
     return f"{count / 2**power:.3g} {unit}"
 
 
+def kept_experts(net: Any) -> str:
+    """What a recipe without a product of experts leaves."""
+    kept = any(is_transformers_experts(m) and not isinstance(m, HoldsCodes) for m in net.modules())
+    return "; its experts keep their dtype" if kept else ""
+
+
 def about(ready: loading.Ready, engine: Engine, captured: float) -> str:
     """Memory and pages, in a line, and what captures have taken."""
     cache, net, ranks = engine.cache, ready.model.model, ready.model.ranks
     weights = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     pages = cache.nbytes
     where = f"on {cache.k.device}" if ranks == 1 else f"on each of {ranks} ranks"
-    few = "" if ready.recipe is None else f" ({ready.recipe})"
+    few = "" if ready.recipe is None else f" ({ready.recipe}{kept_experts(net)})"
     graphs = ready.model.graphs
     steps = (
         f"; steps of up to {max(graphs)} requests captured in {captured:.1f} s" if graphs else ""

@@ -6,11 +6,12 @@ The weights of all experts, [E, N, K], are packed as one weight [E N', K]. N' is
 rows that share a tile or a block of scales, so the tensors of one expert are a slice.
 
     fp8, fp8-block      activations are quantised, one grouped_gemm of codes multiplies all experts
-    w4, w8, mxfp4, ..   small M: one weight_gemm of all rows with the experts side by side, of
-                        which each row keeps the columns of its own expert. Weights are read once,
-                        and that is the time of a decoding step.
-                        large M: the weights are decoded to 16 bits and grouped_gemm multiplies
-                        on the CPU, whose host knows the ends of groups: a weight_gemm an expert
+    w4, w8, w4-zero, mxfp4:
+      small M           one weight_gemm of all rows with the experts side by side, of which each row
+                        keeps the columns of its own expert. The weights are read once, and reading
+                        them is most of a decoding step.
+      large M           the weights are decoded to 16 bits, and grouped_gemm multiplies
+      on the CPU        a weight_gemm for each expert, because the host knows the ends of groups
 
 On CUDA no path waits for the device, and each call has the same bits.
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...ops import dequantize, grouped_gemm, quantize, silu_mul_quantize, swiglu, unpack_weight
-from ...ops.grouped_gemm import _bias_gradient
+from ...ops.grouped_gemm import bias_gradient
 from ...ops.weight_gemm import spread
 from ..moe import MoE, grouped_experts, is_transformers_experts, names_of_experts
 from ..moe import transformers_experts as forward_of_transformers
@@ -227,7 +228,8 @@ def _decoded(recipe: str, t: Tensors, n: int, k: int, dtype: torch.dtype) -> Ten
 
     Codes become int8 or e4m3, which `dequantize` multiplies by their scales. The nibble of an e2m1
     code, with its sign moved up and its size to the upper bits of an e4m3 code, is its value times
-    2^-6.
+    2^-6. The factor 2^6 goes into the scale, so scales of 2^122 and more, which no weight has,
+    overflow.
     """
     format, scale = PACKED.get(recipe), t.get("weight_scale")
     if format is None or scale is None or dtype is torch.float64:
@@ -278,7 +280,7 @@ class _StraightThrough(torch.autograd.Function):
             packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
             rows = grouped_gemm(grad.to(half), packed.decoded(half), ends, out_dtype=dtype)
         if ctx.needs_input_grad[1]:
-            bias = _bias_gradient(grad.contiguous(), ends, True, 2, bias_dtype)
+            bias = bias_gradient(grad.contiguous(), ends, True, 2, bias_dtype)
         return rows, bias, None, None, None, *[None] * len(tensors)
 
 
