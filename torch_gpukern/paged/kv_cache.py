@@ -81,7 +81,6 @@ class PagedKVCache(Bookkeeping, KVPages):
         v: [layers, num_blocks, block_size, heads_kv, head_dim_v]. With latents ``k[..., :512]``.
         k_scale, v_scale: as given.
         latent: as given.
-        nbytes: the bytes of all pages.
 
     Raises:
         ValueError: a size below 1 or missing, another dtype, heads or scales beside latents, or a
