@@ -248,12 +248,14 @@ def test_latent_attention_on_hopper():
 
 def test_masks_over_new_tokens_on_hopper():
     cases = {r["label"]: r for r in bench_of(H200, "paged_attn")["rows"] if r["group"] == "tree"}
-    tree, causal = [], []
-    for label in ("B8 4096 old + 16 new page 16", "B64 4096 old + 64 new page 16"):
-        tree.append(f"{cases[label]['us']:.0f}")
-        causal.append(f"{cases[label]['peers']['causal rule']['us']:.0f}")
-    words = "The kernel takes {} and {} us, and the causal call, which the prefill kernel serves now, takes"
-    sentence("docs/kernels/paged_attn.md", f"{words} {{}} and {{}}".format(*tree, *causal))
+    (rows,) = tables("docs/kernels/paged_attn.md", "sequences x (old + new)")
+    for (sizes, _, _, tree, causal), label in zip(
+        rows, [name for name in cases if name.endswith("page 16")], strict=True
+    ):
+        batch, old, new = re.fullmatch(r"(\d+) x \((\d+) \+ (\d+)\)", sizes).groups()
+        assert label == f"B{batch} {old} old + {new} new page 16"
+        close(tree, cases[label]["us"])
+        close(causal, cases[label]["peers"]["causal rule"]["us"])
 
 
 # ---- a CPU ---------------------------------------------------------------------------------------
