@@ -268,7 +268,7 @@ def test_report_and_restore():
     done = gk.accelerate(net, say=None)
     assert done.done["2 DeepseekV3Attention"] == "over latents where that is less work"
     done.restore()
-    assert not any({"expand_kv", parts.HELD} & vars(m).keys() for m in net.modules())
+    assert not any({"expand_kv", parts.ABSORBED} & vars(m).keys() for m in net.modules())
     net.model.layers[1].self_attn.add_module("indexer", torch.nn.Linear(2, 2))
     with gk.accelerate(net, say=None) as done:
         assert done.done["1 DeepseekV3Attention"]

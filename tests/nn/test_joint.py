@@ -208,6 +208,40 @@ def test_threads_do_not_take_each_others_products():
     assert not wrong
 
 
+def test_layers_that_are_called_by_themselves():
+    """Each has its own product of what x is at that time, and the gradient that nn.Linear has."""
+    model, _ = accelerated("fp8")
+    attention = model.model.layers[0].self_attn
+    q, k = attention.q_proj, attention.k_proj
+    x = torch.randn(2, 3, 128).bfloat16()
+    with torch.no_grad():
+        first = q(x)
+        q(x).zero_()
+        assert_bits(q(x), first)
+        x.mul_(-1)
+        assert_bits(k(x), k(x.clone()))
+        assert_bits(q(x), q(x.clone()))
+    assert not torch.equal(first, q(x))
+    with torch.inference_mode():
+        q(x)
+    assert not k(x).is_inference()
+    with torch.no_grad():
+        q(x.requires_grad_())
+    assert k(x).requires_grad and q(x).requires_grad
+
+
+def test_a_product_may_be_added_to_in_place():
+    model, _ = accelerated("fp8")
+    model.requires_grad_(False)
+    attention = model.model.layers[0].self_attn
+    x, more = torch.randn(3, 128).bfloat16(), torch.zeros(128, requires_grad=True)
+    q = attention.q_proj(x)
+    q += more.bfloat16()
+    k = attention.k_proj(x)
+    q.sum().backward()
+    assert not k.requires_grad and more.grad.tolist() == [3.0] * 128
+
+
 def test_peft():
     peft = pytest.importorskip("peft")
     from torch_gpukern.integrations import peft as gkpeft

@@ -185,3 +185,13 @@ def test_reset_parameters_after_meta():
         m.reset_parameters()
     for p, fan_in in ((moe.gate_up_proj, 16), (moe.down_proj, 24), (moe.router.weight, 16)):
         assert 0.5 * fan_in**-0.5 < float(p.detach().abs().max()) <= fan_in**-0.5
+
+
+def test_rows_of_another_width_are_refused():
+    """Four rows of 8 columns have as many elements as two of 16."""
+    moe = gnn.MoE(16, 24, 4, 2)
+    for x in (torch.randn(4, 8), torch.randn(5, 7), torch.randn(())):
+        with pytest.raises(ValueError, match=r"MoE: x must have shape \[.., 16\].*pass rows of 16"):
+            moe(x)
+    with pytest.raises(ValueError, match="MoE: x must be a Tensor"):
+        moe(None)

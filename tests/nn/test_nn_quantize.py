@@ -201,6 +201,26 @@ def test_in_place_printed_and_refused(capsys):
         gnn.quantize(nn.Linear(64, 64), "int8-static", calibration=[1], say=None)
 
 
+@pytest.mark.parametrize("recipe", ("fp8", "w4", "qat-w4"))
+def test_shapes_without_numbers(recipe):
+    """A layer on the meta device gives a result's shape in every dtype."""
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 64))
+    gnn.quantize(layer, recipe, say=None)
+    layer.to("meta")
+    for dtype in (torch.float32, torch.bfloat16):
+        out = layer(torch.empty(3, 128, dtype=dtype, device="meta"))
+        assert out.shape == (3, 64) and out.dtype is dtype and out.is_meta
+
+
+def test_a_scalar_is_refused():
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 64))
+    gnn.quantize(layer, "w4", say=None)
+    with pytest.raises(
+        ValueError, match=r"QuantizedLinear: x must have shape \[.., 128\], got a scalar"
+    ):
+        layer(torch.tensor(1.0))
+
+
 def test_calibration(capsys):
     model, gen = network(), generator("calibration")
     batches = [randn(gen, 4, 260) for _ in range(3)]

@@ -419,7 +419,10 @@ def test_a_client_that_leaves(net, wanted):
 
 def test_refused_by_name(net):
     model = TransformersModel(net, 8)
-    with pytest.raises(ValueError, match="draft_branches is 0; expected at least 1"):
+    for wrong in (1.5, "2"):
+        with pytest.raises(ValueError, match="draft_branches is .*; expected an integer from 1"):
+            Engine(model, draft_branches=wrong)
+    with pytest.raises(ValueError, match="draft_branches is 0; expected an integer from 1"):
         Engine(model, draft_branches=0)
 
     class Pairs(Model):

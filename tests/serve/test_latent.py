@@ -116,6 +116,41 @@ def test_a_network_is_itself_again_outside_of_steps():
     assert not any("expand_kv" in vars(m) for m in net.modules())
 
 
+def test_accelerate_before_and_behind():
+    """A model that was accelerated is served. After that an attention function that does not read
+    the pages is refused by name: it would see the step's tokens alone."""
+    from torch_gpukern.integrations.transformers import accelerate
+
+    prompt = prompts_of(9)[0]
+    net = deepseek()
+    served(net, 16)
+    want = wanted(net, prompt, 6)
+    net = deepseek()
+    done = accelerate(net)
+    model = served(net, 16)
+    for _ in range(2):
+        engine = Engine(model)
+        request = engine.submit(Request(prompt, max_tokens=6))
+        run(engine)
+        assert request.answer == want
+    assert all("expand_kv" in vars(m) for m in model.latents)  # accelerate's
+    assert "latents of" not in str(done)
+    done.restore()
+    assert not any("expand_kv" in vars(m) for m in model.latents)
+    engine.submit(Request(prompt, max_tokens=6))
+    with pytest.raises(
+        RuntimeError, match="does not read the pages.*make the TransformersModel after"
+    ):
+        run(engine)
+
+
+def test_latents_of_another_tool():
+    net = deepseek()
+    net.model.layers[0].self_attn.expand_kv = lambda c, k_pe: (c, k_pe)
+    with pytest.raises(ValueError, match="expand_kv that another tool replaced; put its own back"):
+        served(net, 8)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_pages_of_8_bits(dtype):
     """Rows of 656 bytes, within the bounds of the trial."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from .._library import ops
-from ..nn.latent import absorbed, is_latent, is_plain
+from ..nn.latent import ABSORBED, absorbed, is_latent, is_plain
 from ..nn.rows import served
 from ..ops import paged_attn
 
@@ -30,7 +30,6 @@ __all__ = ["LatentCache", "absorb", "kept_by"]
 # Rows of a sequence are allocated in multiples of this: the Hopper kernel takes pages of a multiple
 # of 16 keys.
 ROWS = 64
-HELD = "_gpukern_latent"  # the attribute of a layer that holds its Layer
 
 
 class Layer:
@@ -134,6 +133,9 @@ def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str,
         if not is_latent(module):
             continue
         kind = type(module).__name__
+        if ABSORBED in vars(module):
+            left[kind] = "they are over latents already"
+            continue
         try:
             layer = Layer(module, name)
             if layer.products.made is not None:
@@ -142,7 +144,7 @@ def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str,
             left[kind] = str(error)
             continue
         own = module.expand_kv
-        setattr(module, HELD, layer)
+        setattr(module, ABSORBED, layer)
         module.expand_kv = partial(_expand, module, own)
         changed.append(module)
         done[kind] = done.get(kind, 0) + 1
@@ -150,18 +152,18 @@ def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str,
     def restore() -> None:
         for module in changed:
             vars(module).pop("expand_kv", None)
-            vars(module).pop(HELD, None)
+            vars(module).pop(ABSORBED, None)
 
     return done, left, restore
 
 
 def _expand(module: Any, own: Callable, c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    return (c, k_pe) if getattr(module, HELD).keeps(module) else own(c, k_pe)
+    return (c, k_pe) if getattr(module, ABSORBED).keeps(module) else own(c, k_pe)
 
 
 def kept_by(module: Any) -> Layer | None:
     """The Layer of a module whose attention function gets c and k_pe in this pass."""
-    layer = getattr(module, HELD, None)
+    layer = getattr(module, ABSORBED, None)
     return layer if layer is not None and layer.keeps(module) else None
 
 

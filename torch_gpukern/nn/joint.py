@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._library import transforms_active
 from .joined import Joined, joined
 from .layers import MLP, Attention
 from .quant.quantized import QuantizedLinear, rows_of, taken
@@ -32,18 +33,41 @@ __all__ = ["Joint", "join"]
 ATTENTION, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
+class Held:
+    """The products with a tensor x, until each layer has its own."""
+
+    def __init__(self, x: Tensor, parts: tuple[Tensor, ...]) -> None:
+        self.x, self.parts = x, parts
+        self.state = _state(x)
+
+    def serve(self, x: Tensor) -> bool:
+        return x is self.x and _state(x) == self.state
+
+
+def _state(x: Tensor) -> tuple[int, bool] | None:
+    """Changes if x is written to, and outside of inference_mode, whose results autograd refuses.
+    None for a compiler, which writes to no tensor between the layers of a module that we know."""
+    if torch.compiler.is_compiling():
+        return None
+    return _version(x), torch.is_inference_mode_enabled()
+
+
 class Joint:
     """Layers whose products are computed at once. Each layer has it, with its own place, as the
     attribute ``joint``.
 
     It computes nothing where a gradient is needed. If a layer's tensors were changed or moved, the
     weights are joined again; if that is not possible, each layer multiplies by itself.
+
+    The first layer always computes. The products of its call serve the others if they are called on
+    the same tensor, which was not written to in between. A tensor that inference_mode made does not
+    count its writes, so that such a write is not seen.
     """
 
     def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
         self.layers = tuple(layers)
         self.whole: Joined | None = None
-        self.held: tuple[Tensor, tuple[Tensor, ...]] | None = None  # the input, and its products
+        self.held: Held | None = None
         self.seen: list[tuple[dict, str, Tensor, int]] = []
 
     def build(self) -> bool:
@@ -66,11 +90,13 @@ class Joint:
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """The product of the layer at `place` with x. None if the layer must compute it itself."""
         held = self.held
-        if held is not None and held[0] is x:
-            if place == len(self.layers) - 1:
-                self.held = None
-            return held[1][place]
-        if place or (torch.is_grad_enabled() and self._needs_gradient(x)) or not self._ready():
+        if place == 0 or place == len(self.layers) - 1:
+            self.held = None
+        if torch.is_grad_enabled() and self._needs_gradient(x):
+            return None
+        if place:
+            return held.parts[place] if held is not None and held.serve(x) else None
+        if not self._ready():
             return None
         whole = self.whole
         assert whole is not None
@@ -78,7 +104,11 @@ class Joint:
         rows = rows_of(taken("QuantizedLinear", x, first.in_features))
         out = whole(rows).reshape(*x.shape[:-1], sum(whole.sizes))
         parts = out.split(whole.sizes, -1)
-        self.held = x, parts
+        if not torch.compiler.is_compiling() and not transforms_active():
+            # A caller may add to a product in place, as to that of nn.Linear. Autograd refuses that
+            # for the views of a split.
+            parts = tuple(part.data for part in parts)
+        self.held = Held(x, parts)
         return parts[0]
 
     def _needs_gradient(self, x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops import grouped_gemm, swiglu
 from ..ops.gemm import Activation
+from ..ops.wrong_types import refuse_non_tensors
 from ..reference import ACTIVATIONS
 from .layers import Linear, _check_activation
 
@@ -214,6 +215,12 @@ class MoE(torch.nn.Module):
             torch.nn.init.uniform_(w, -(fan_in**-0.5), fan_in**-0.5)
 
     def forward(self, x: Tensor, return_logits: bool = False):
+        refuse_non_tensors("MoE", x=x)
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"MoE: x must have shape [.., {self.hidden_size}], as hidden_size says, got "
+                f"{list(x.shape)}; pass rows of {self.hidden_size} columns"
+            )
         rows = x.reshape(-1, self.hidden_size)
         logits = self.router(rows)
         weight_of, expert_of = torch.topk(torch.softmax(logits.float(), -1), self.top_k, dim=-1)

@@ -131,8 +131,8 @@ class Engine:
             raise ValueError(
                 f"max_batch is {max_batch}; expected 1 to max_step_tokens, {max_step_tokens}"
             )
-        if draft_branches < 1:
-            raise ValueError(f"draft_branches is {draft_branches}; expected at least 1")
+        if not isinstance(draft_branches, int) or draft_branches < 1:
+            raise ValueError(f"draft_branches is {draft_branches!r}; expected an integer from 1 on")
         if draft_branches > 1 and not model.branches:
             raise ValueError(
                 f"draft_branches is {draft_branches}; {type(model).__name__} takes 1, because its "

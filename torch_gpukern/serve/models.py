@@ -435,6 +435,7 @@ class TransformersModel(Model):
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
         self.window = getattr(config, "sliding_window", None) or None
         self.model, self.ranks = model.eval(), ranks
+        self.config, self.attention = config, config._attn_implementation
         self.heard: Any = None  # is told of each call of attention, while layers are tried
         self.fused = Fused()
         self.fused = fuse(self)
@@ -453,6 +454,12 @@ class TransformersModel(Model):
             self.step.has_old = bool(old.any())
 
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        if (attention := self.config._attn_implementation) != self.attention:
+            raise RuntimeError(
+                f"the model's attention is {attention}, so it does not read the pages; expected "
+                f"{self.attention}, which TransformersModel has set; make the TransformersModel after "
+                f"accelerate and set_attn_implementation"
+            )
         with self.fused.active(self), self.latents_kept():
             out = self.model(
                 input_ids=tokens[None],
@@ -466,14 +473,18 @@ class TransformersModel(Model):
     @contextmanager
     def latents_kept(self) -> Iterator[None]:
         """Inside the context latent layers hand latents to attention. Outside, their keys and
-        values, as other attention functions expect."""
+        values, as other attention functions expect, or what `accelerate` has put there."""
+        before = [(m, vars(m).get("expand_kv")) for m in self.latents]
         try:
             for module in self.latents:
                 module.expand_kv = _kept
             yield
         finally:
-            for module in self.latents:
-                vars(module).pop("expand_kv", None)
+            for module, own in before:
+                if own is None:
+                    vars(module).pop("expand_kv", None)
+                else:
+                    module.expand_kv = own
 
     @staticmethod
     def _attention(

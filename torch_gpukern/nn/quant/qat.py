@@ -122,7 +122,7 @@ class QatLinear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         x = input
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+        if x.dtype is torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         codes, weight = WAYS[self.recipe].codes, self.fake_weight().to(x.dtype)
         if codes is not None:

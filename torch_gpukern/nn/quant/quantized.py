@@ -300,10 +300,14 @@ def taken(layer: str, x: Tensor, k: int) -> Tensor:
     """x [..., K] as a layer of few bits takes it: under autocast a float32 one in autocast's dtype;
     another is refused."""
     refuse_non_tensors(layer, x=x)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+    if x.dtype is torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype not in _FLOATS:
         raise ValueError(f"{layer}: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
+    if x.dim() == 0:
+        raise ValueError(
+            f"{layer}: x must have shape [.., {k}], got a scalar; pass rows of {k} columns"
+        )
     if x.shape[-1] != k:
         raise ValueError(
             f"{layer}: x has {x.shape[-1]} columns, the weight has {k}; they must match"
