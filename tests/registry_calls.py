@@ -34,6 +34,7 @@ def calls():
         "attn_mask_blocks": dict(
             kv_num_blocks=t(1).int(), kv_indices=t(1, 1).int() * 0, seq_q=3, seq_k=4
         ),
+        "tree_mask": dict(parents=torch.tensor([-1, 0, 0, 1])),
         "linear": dict(x=t(3, 4), weight=t(5, 4), bias=t(5)),
         "linear_cross_entropy": dict(
             x=t(3, 4), weight=t(7, 4), target=torch.tensor([0, 6, 1]), bias=t(7), class_weight=t(7)
