@@ -66,8 +66,8 @@ function(gpukern_add_epilogue target)
   if("CUDA" IN_LIST languages)
     set(with_cuda 1)
     find_package(CUDAToolkit REQUIRED)
-    foreach(name core/gemm_problem core/prefer core/sm_limit cuda/host/described cuda/product/gemm/sm90_plan
-            cuda/product/gemm/sm80_plan epilogue/plan)
+    foreach(name core/gemm_problem core/invariant core/prefer core/sm_limit cuda/host/described
+            cuda/product/gemm/sm90_plan cuda/product/gemm/sm80_plan epilogue/plan)
       list(APPEND sources "${csrc}/${name}.c")
     endforeach()
     set(kernels host/device host/tensormap product/gemm/gemm_sm80)

@@ -2,6 +2,7 @@
 """An epilogue of the user's: the installed CMake package makes an op of a header (docs/epilogue.md)."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -179,6 +180,32 @@ def test_a_project_that_cannot_work_says_why(prefix, tmp_path, words, text):
     source = project(tmp_path / "source", **given | words)
     done = configure(source, tmp_path / "build", prefix)
     assert done.returncode != 0 and text in done.stderr, done.stderr
+
+
+def test_plans_find_what_they_ask_for(tmp_path):
+    """The C files of a library with kernels, compiled without nvcc: what they ask of csrc/core is
+    among them."""
+    made = (ROOT / "cmake" / "GpukernEpilogue.cmake").read_text()
+    words = [words.split() for words in re.findall(r"foreach\(name ([a-z][^)]*)\)", made)]
+    names = {f"core/{name}" for name in words[0]} | set(words[1]) | {"api/gemm", "cpu/features"}
+    objects = []
+    for name in sorted(names):
+        objects.append(tmp_path / f"{name.replace('/', '_')}.o")
+        must(
+            *("cc", "-std=gnu11", "-O1", "-c", f"-I{ROOT}/csrc", f"-I{ROOT}/csrc/include"),
+            *("-DGPUKERN_HAS_CUDA=1", "-DGPUKERN_HAS_SM90A=1", "-DGPUKERN_EPILOGUE=squared_relu"),
+            f'-DGPUKERN_EPILOGUE_HEADER="{EXAMPLE / "squared_relu.h"}"',
+            *("-o", objects[-1], ROOT / "csrc" / f"{name}.c"),
+        )
+
+    def symbols(option):
+        listed = subprocess.run(["nm", option, *objects], capture_output=True, text=True).stdout
+        return set(re.findall(r" [A-Z] (gk_\w+)$", listed, re.M))
+
+    missing = symbols("--undefined-only") - symbols("--defined-only")
+    assert missing, "the kernels' launches are in .cu files"
+    core = "".join(f.read_text() for f in (ROOT / "csrc" / "core").glob("*.c"))
+    assert not [x for x in missing if re.search(rf"^[a-z].*\b{x}(\(|;| = )", core, re.M)]
 
 
 @pytest.mark.skipif(not NVCC, reason="nvcc is not installed, so an epilogue has no CUDA kernels")
