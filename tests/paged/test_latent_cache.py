@@ -96,6 +96,26 @@ def test_shared_pages_are_copied_before_they_are_written(latent, dtype, device):
     assert length == BLOCK and cache.pages(found) == cache.pages(one)[:1]
 
 
+@pytest.mark.parametrize("latent, dtype", FORMS, ids=str)
+def test_kept_tokens_move_once(latent, dtype, device):
+    """Token 7 moves to the place of 6, and token 9 to that of 7. v is a view of k, so that a second
+    move would put the latents of 9 in the place of 6."""
+    gen = generator("latent keep", latent, dtype)
+    cache = made(latent, dtype, device)
+    one, other = cache.allocate(), cache.allocate()
+    c, k_pe = rows(gen, latent, dtype, device, 11)
+    cache.append([one], c, k_pe, 11)
+    cache.keep([one], [6], [[7, 9, 10]])
+    kept = [*range(6), 7, 9, 10]
+    cache.append([other], c[:, kept], k_pe[:, kept], 9)
+    for layer in range(2):
+        found, want = (
+            cache.k[layer, cache.pages(s)].flatten(0, 1)[:9].contiguous().view(torch.uint8)
+            for s in (one, other)
+        )
+        assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("copied", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
 def test_copies_keep_values_a_view(copied, device):
     cache = made((512, 64), torch.float32, device)

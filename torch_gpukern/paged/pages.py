@@ -164,9 +164,10 @@ class KVPages:
 
     def _move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copies the tokens at the slots `sources` to the slots `targets`, in all layers. All are
-        read before one is written."""
+        read before one is written. Latents are moved once, because v is a view of k: a row that was
+        moved to another one's place would else be moved again."""
         at, to = (torch.from_numpy(x).to(self.k.device) for x in (sources, targets))
-        for pages in (self.k, self.v):
+        for pages in self._pages():
             rows = (pages.view(torch.uint8) if pages.dtype in CODES else pages).flatten(1, 2)
             rows.index_copy_(1, to, rows.index_select(1, at))
 
