@@ -53,7 +53,7 @@ def test_the_page_shows_the_kernel_as_it_is():
 # Files that may name an op of ops.def although the page does not list them: they serve its callers,
 # tune it or draw it.
 USERS = re.compile(
-    r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout|cli)/|torch_gpukern/(profiling|masks)\.py"
+    r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout|cli|serve)/|torch_gpukern/(profiling|masks)\.py"
     r"|(csrc|ops)/epilogue/|csrc/core/(prefer|plan|internal|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c"
 )
 

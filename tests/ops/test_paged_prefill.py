@@ -48,7 +48,7 @@ WIDE, RELAY = "paged_prefill_sm90a", "paged_prefill_relay_sm90a"
         (512, (32, 8), 256, 8, E5M2, {"softcap": 30.0}, RELAY + "_bf16"),
         (40, (32, 8), 64, 24, I8, {"window_left": 100}, RELAY + "_bf16"),
         (20, (32, 8), 128, 16, E4M3, {}, "paged_attn_sm90a_bf16_e4m3_128x16"),
-        (512, (32, 8), 128, 12, E4M3, {}, "paged_attn_plain_bf16_codes"),
+        (512, (32, 8), 128, 12, E4M3, {}, "paged_codes_sm80_bf16_e4m3_128x16"),
     ),
 )
 def test_kernel(tokens, heads, head_dim, page, stored, rules, row):
