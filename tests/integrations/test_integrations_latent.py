@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from conftest import generator, randn, reference
+from tiny_models import LATENT, latent_lm
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs  # noqa: E402
@@ -16,29 +17,7 @@ if not hasattr(theirs.DeepseekV3Attention, "expand_kv"):
 from torch_gpukern.integrations import transformers as gk  # noqa: E402
 from torch_gpukern.integrations import transformers_latent as parts  # noqa: E402
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 260,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = LATENT | {"vocab_size": 260}
 # the name of the argument; transformers 5.17 has the second one
 CACHE = "cache"
 if CACHE not in inspect.signature(theirs.DeepseekV3ForCausalLM.forward).parameters:
@@ -54,14 +33,7 @@ CACHES = {
 
 
 def tiny(kind="DeepseekV3", **settings):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
-    config._attn_implementation = "eager"
-    net = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for weight in net.parameters():
-        if weight.dim() > 1:  # so large that attention decides tokens
-            torch.nn.init.normal_(weight, std=0.15)
-    return net
+    return latent_lm(kind, attention="eager", **SIZES | settings)
 
 
 @pytest.fixture

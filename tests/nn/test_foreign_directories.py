@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import assert_bits, generator, randn
 from test_nn_importers_4bit import E2M1, NF4
+from tiny_models import causal_lm
 
 from torch_gpukern import cli
 from torch_gpukern import nn as gnn
@@ -252,8 +253,7 @@ FORMS = {
 
 
 def model_of(family="llama", **sizes):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
+    return causal_lm(
         family,
         vocab_size=64,
         hidden_size=64,
@@ -267,8 +267,6 @@ def model_of(family="llama", **sizes):
         bos_token_id=1,
         **sizes,
     )
-    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return made.eval()
 
 
 def layers_of(model):

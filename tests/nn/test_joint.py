@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import assert_bits
+from tiny_models import causal_lm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_gpukern import nn as gnn
@@ -33,8 +34,7 @@ class Count(TorchDispatchMode):
 
 
 def model_of(family="llama", **more):
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
+    return causal_lm(
         family,
         vocab_size=64,
         hidden_size=128,
@@ -46,7 +46,6 @@ def model_of(family="llama", **more):
         pad_token_id=0,
         **more,
     )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def accelerated(recipe, joined=True, family="llama", monkeypatch=None, **more):

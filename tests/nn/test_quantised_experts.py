@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from conftest import generator, randn
+from tiny_models import MIXTURE, causal_lm
 
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.quant import experts as quantised
@@ -283,24 +284,8 @@ def test_compile_without_a_break(recipe):
 @pytest.mark.parametrize("recipe", ("fp8", "w4", "mxfp4"))
 def test_transformers(family, recipe):
     """The model's logits beside those of the same model with the decoded weights."""
-    transformers = pytest.importorskip("transformers", minversion="5.10")
-    sizes = dict(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    pytest.importorskip("transformers", minversion="5.10")
+    model = causal_lm(family, dtype=torch.float32, **MIXTURE, vocab_size=32, pad_token_id=0)
     plain = copy.deepcopy(model)
     done = gnn.quantize(model, recipe, skip=lambda name, _: not name.endswith("experts"), say=None)
     assert len(done.replaced) == 2

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import assert_bits, generator, randn
+from tiny_models import MIXTURE, causal_lm
 from torch import nn
 
 from torch_gpukern import cli
@@ -417,26 +418,8 @@ def test_mixtures_of_experts(family, recipe, tmp_path):
     Qwen3) or the same (gpt-oss): the loaded model has the bits of the model that was quantised in
     memory, and save_pretrained of it can be loaded. Routers and heads keep their bits."""
     transformers = pytest.importorskip("transformers", minversion="5.10")
-    torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    kind = transformers.AutoModelForCausalLM
-    model = kind.from_config(config, dtype=torch.bfloat16).eval()
+    sizes = MIXTURE | {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    model = causal_lm(family, seed=3, **sizes)
     model.save_pretrained(tmp_path / "plain")
     changed = gnn.quantize_directory(
         tmp_path / "plain", tmp_path / "few", recipe, show=False, say=None
@@ -452,7 +435,7 @@ def test_mixtures_of_experts(family, recipe, tmp_path):
         want = model(ids).logits
     model.save_pretrained(tmp_path / "saved")
     for directory in ("few", "saved"):
-        made = kind.from_config(about, dtype=torch.bfloat16).eval()
+        made = transformers.AutoModelForCausalLM.from_config(about, dtype=torch.bfloat16).eval()
         made.model.layers[1].mlp.experts.to("meta")
         assert set(gnn.load_quantized(made, tmp_path / directory)) == set(changed)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fixtures of the tests of serving: a model with random weights and what transformers makes of it, its
-directory, a server."""
+directory, a server, two ranks."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ import torch
 from serving import save_model
 
 from torch_gpukern.nn import patch
-from torch_gpukern.serve import Engine, TransformersModel
+from torch_gpukern.serve import Engine, TransformersModel, shards
 from torch_gpukern.serve.random_models import random_llama
 from torch_gpukern.serve.tokenizer import Tokenizer
 
@@ -128,3 +128,57 @@ def chat_served(quick, model_dir):
     server = Served(quick, Tokenizer(AutoTokenizer.from_pretrained(model_dir)), drain_seconds=0.5)
     yield server
     server.end()
+
+
+class Threads:
+    """Two ranks as threads, with the two collectives that shards use."""
+
+    def __init__(self):
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.mine = threading.local()
+        self.given = [None, None]
+
+    def all_given(self, x):
+        self.given[self.mine.rank] = x.clone()
+        self.barrier.wait()
+        both = list(self.given)
+        self.barrier.wait()
+        return both
+
+    def all_reduce(self, x):
+        a, b = self.all_given(x)
+        x.copy_(a + b)
+
+    def all_gather(self, out, x):
+        out.copy_(torch.cat(self.all_given(x)))
+
+    def run(self, work):
+        """[work(0), work(1)]"""
+        results, errors = [None, None], []
+
+        def one(rank):
+            self.mine.rank = rank
+            try:
+                results[rank] = work(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        assert not errors
+        return results
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    threads = Threads()
+    monkeypatch.setattr(shards, "dist", threads)
+    monkeypatch.setattr(shards, "all_gather", threads.all_gather)
+    return threads

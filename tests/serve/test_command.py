@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from serving import all_free, prompts_of, run
+from tiny_models import MIXTURE, causal_lm
 
 from torch_gpukern.cli.commands import main
 from torch_gpukern.serve import (
@@ -206,23 +207,11 @@ def test_a_directory_of_another_tool_is_served(model_dir, tmp_path):
 @pytest.mark.parametrize("recipe", ("fp8", "w4"))
 def test_a_mixture_of_experts_is_served_in_few_bits(model_dir, tmp_path, recipe):
     """Experts are quantised as the server begins, or read. Router and head keep their bits."""
-    transformers = pytest.importorskip("transformers", minversion="5.10")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(4)
+    pytest.importorskip("transformers", minversion="5.10")
     plain, few = tmp_path / "plain", tmp_path / "few"
     shutil.copytree(model_dir, plain, ignore=shutil.ignore_patterns("*.safetensors"))
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(plain)
+    net = causal_lm("qwen3_moe", seed=4, dtype=torch.float32, **MIXTURE, vocab_size=512)
+    net.save_pretrained(plain)
     assert main(["quantize", str(plain), "--recipe", recipe, "--out", str(few)]) == 0
     (prompt,) = prompts_of(20)
     answers = []

@@ -5,7 +5,7 @@ are generate's."""
 import pytest
 import torch
 from serving import all_free, prompts_of, run, save_model
-from test_ranks import Threads
+from tiny_models import LATENT, latent_lm
 
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.latent import absorbed, is_latent
@@ -25,41 +25,17 @@ from torch_gpukern.serve.models import ATTENTION
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
+SIZES = LATENT | {
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "vocab_size": 512,
     "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
     "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 def deepseek(kind="DeepseekV3", **settings):
-    """With weights so large that attention decides tokens."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
-    net = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    for weight in net.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.15)
-    return net
+    return latent_lm(kind, **SIZES | settings)
 
 
 def wanted(net, prompt, n):
@@ -321,14 +297,6 @@ def test_long_prompts_expand_their_new_tokens(cache, dtype, monkeypatch):
     assert expanded == [False] * 3 + [True] * 9  # three layers in four of the steps
     most = 2e-5 if cache is None else 0.1  # new tokens are not read from 8 bits
     assert (got - want).abs().max() < most * want.abs().max()
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    threads = Threads()
-    monkeypatch.setattr(shards, "dist", threads)
-    monkeypatch.setattr(shards, "all_gather", threads.all_gather)
-    return threads
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ a rank that ends is noticed."""
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -23,60 +22,6 @@ from torch_gpukern.serve.tokenizer import Bytes
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
-
-
-class Threads:
-    """Two ranks as threads, with the two collectives that shards use."""
-
-    def __init__(self):
-        self.barrier = threading.Barrier(2, timeout=60)
-        self.mine = threading.local()
-        self.given = [None, None]
-
-    def all_given(self, x):
-        self.given[self.mine.rank] = x.clone()
-        self.barrier.wait()
-        both = list(self.given)
-        self.barrier.wait()
-        return both
-
-    def all_reduce(self, x):
-        a, b = self.all_given(x)
-        x.copy_(a + b)
-
-    def all_gather(self, out, x):
-        out.copy_(torch.cat(self.all_given(x)))
-
-    def run(self, work):
-        """[work(0), work(1)]"""
-        results, errors = [None, None], []
-
-        def one(rank):
-            self.mine.rank = rank
-            try:
-                results[rank] = work(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error
-        assert not errors
-        return results
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    threads = Threads()
-    monkeypatch.setattr(shards, "dist", threads)
-    monkeypatch.setattr(shards, "all_gather", threads.all_gather)
-    return threads
 
 
 @pytest.mark.parametrize(
