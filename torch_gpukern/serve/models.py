@@ -74,21 +74,34 @@ class Step:
 
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
-        new: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
-        new |= {"prefix": self.prefix, **cache.scales(layer)}
         if self.mask is not None:
             self.check(rules)
-            new["attn_mask"] = self.mask
-        return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
+            rules["attn_mask"] = self.mask
+        return self._over_pages(cache, layer, q, self.lens, rules)
 
     def attend_old(
         self, cache: PagedKVCache, layer: int, q: Tensor, **rules
     ) -> tuple[Tensor, Tensor]:
         """out [T, Hq, D] and lse [T, Hq] over the keys before the new tokens."""
-        how: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
-        how |= {"prefix": self.prefix, **cache.scales(layer)}
-        pages = cache.k[layer], cache.v[layer], self.table, self.old
-        return paged_attn(q, *pages, is_causal=False, return_lse=True, **how, **rules)
+        rules |= {"is_causal": False, "return_lse": True}
+        return self._over_pages(cache, layer, q, self.old, rules)
+
+    def _over_pages(
+        self, cache: PagedKVCache, layer: int, q: Tensor, lens: Tensor | None, rules: dict[str, Any]
+    ) -> Any:
+        """The tokens of the step over the first `lens` keys of each request."""
+        return paged_attn(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            self.table,
+            lens,
+            cu_seqlens_q=self.starts,
+            max_seqlen_q=self.longest,
+            prefix=self.prefix,
+            **cache.scales(layer),
+            **rules,
+        )
 
     def check(self, rules: dict[str, Any]) -> None:
         """Attention counts distances in places, and a drafted token of a second branch is not at the
