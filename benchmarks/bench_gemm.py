@@ -288,7 +288,7 @@ def random_products(run: Run, device: torch.device) -> None:
             options = {"fp32_precision": "tf32"} if x.dtype == "tf32" else {}
             kernels[f"{made.label} {x.dtype}"] = torch_gpukern.explain(
                 "gemm", *made.make(), **options
-            )["row"]
+            )["instance"]
     gemm_random.report(run, kernels)
 
 

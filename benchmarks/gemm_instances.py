@@ -52,7 +52,7 @@ def times_of(problem: Problem, device: torch.device) -> dict:
         return timing.Replay([call], timing.calls_for(us, 500.0), pool)
 
     try:
-        for row in plan["rows"]:
+        for row in plan["instances"]:
             ops.gemm_prefer.default(plan["device"], plan["class"], row)
             replays[row] = replay(lambda: problem.ours(inputs))
     finally:
@@ -65,7 +65,7 @@ def times_of(problem: Problem, device: torch.device) -> dict:
         name: round(statistics.median(x), 3)
         for name, x in timing.rounds_us(replays, ROUNDS).items()
     }
-    return {"chosen": plan["row"], "cublas_us": us.pop("cublas"), "us": us}
+    return {"chosen": plan["instance"], "cublas_us": us.pop("cublas"), "us": us}
 
 
 def judged(stored: dict) -> list[str]:

@@ -93,12 +93,14 @@ def calls_of(shape: str, what: str) -> tuple[dict, tuple]:
         "paged": lambda: paged_attn(q, *caches, table, lens, **rule, **scales),
         "dense": lambda: flash_attn(q4, *dense, is_causal=True, diagonal=keys - tokens, **rule),
     }
-    rows = [torch_gpukern.explain("paged_attn", q, *caches, table, lens, **rule, **scales)["row"]]
+    rows = [
+        torch_gpukern.explain("paged_attn", q, *caches, table, lens, **rule, **scales)["instance"]
+    ]
     if batch == 1:
         far = table.as_strided(table.shape, (1 << 31, 1))
         found["streamed"] = lambda: paged_attn(q, *caches, far, lens, **rule, **scales)
         rows.append(
-            torch_gpukern.explain("paged_attn", q, *caches, far, lens, **rule, **scales)["row"]
+            torch_gpukern.explain("paged_attn", q, *caches, far, lens, **rule, **scales)["instance"]
         )
     return {name: graph_of(call) for name, call in found.items()}, (
         q,

@@ -214,11 +214,10 @@ class Call {
 inline std::string to_json(const gk_explanation &e, const std::string &more = "") {
     std::ostringstream json;
     json.precision(17);
-    // "row" is the old name of "instance", kept for one version.
-    json << "{\"instance\": \"" << e.instance << "\", \"row\": \"" << e.instance
-         << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0] << ", " << e.tile[1]
-         << ", " << e.tile[2] << ", " << e.tile[3] << "], \"tasks\": " << e.tasks
-         << ", \"chunks\": " << e.chunks << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops
+    json << "{\"instance\": \"" << e.instance << "\", \"isa\": \"" << e.isa << "\", \"tile\": ["
+         << e.tile[0] << ", " << e.tile[1] << ", " << e.tile[2] << ", " << e.tile[3]
+         << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
+         << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops
          << ", \"workspace_bytes\": " << e.workspace_bytes << ", \"waves\": " << e.waves
          << ", \"bound_us\": " << e.bound_us
          << ", \"preferred\": " << (e.preferred ? "true" : "false") << more << "}";

@@ -61,7 +61,7 @@ std::string other_instances(const Checked<Gemm> &c) {
     for (size_t at = list.find(','); at != std::string::npos; at = list.find(',', at + 4))
         list.replace(at, 1, "\", \"");
     return std::string(", \"device\": \"") + device + "\", \"class\": \"" + gemm_class +
-           "\", \"instances\": [\"" + list + "\"], \"rows\": [\"" + list + "\"]";
+           "\", \"instances\": [\"" + list + "\"]";
 }
 
 std::string explain_gemm(Gemm &op) {

@@ -72,7 +72,6 @@ _OfCudaGemm = _TypedDict(
         "device": str,
         "class": str,
         "instances": list[str],
-        "rows": list[str],
         "accumulate": str,
     },
     total=False,
@@ -81,11 +80,9 @@ _OfCudaGemm = _TypedDict(
 
 class Explanation(_OfCudaGemm):
     """The type of `explain`'s result; its docstring describes the entries. device, class and
-    instances exist only for a CUDA gemm, accumulate only for float8_e4m3fn attention. row and rows
-    are the old names of instance and instances, kept for one version."""
+    instances exist only for a CUDA gemm, accumulate only for float8_e4m3fn attention."""
 
     instance: str
-    row: str
     isa: str
     tile: list[int]
     tasks: int
@@ -161,8 +158,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     Returns:
         An `Explanation`:
 
-        - ``instance``: the name of the kernel instance. ``row`` is its old name, kept
-          for one version.
+        - ``instance``: the name of the kernel instance.
         - ``isa``: its instruction set or architecture.
         - ``tile``: its block sizes. gemm: MB NB KB, and on the CPU MR * NR. Attention: BQ BKV and
           the keys of a context chunk. 0 is unused.
@@ -178,8 +174,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         - ``preferred``: whether the instance was chosen by tuning (``python -m torch_gpukern tune
           gemm``).
         - ``device``, ``class``, ``instances``: for a gemm on CUDA, the device's name, the call's tuning
-          key, and every instance that can serve the call, the default one first. ``rows``
-          is the old name of ``instances``.
+          key, and every instance that can serve the call, the default one first.
         - ``accumulate``: for flash_attn and flash_attn_varlen with float8_e4m3fn: ``"fast"`` or
           ``"precise"``, also if the argument was ``"auto"``.
 

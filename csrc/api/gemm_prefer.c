@@ -121,9 +121,6 @@ gk_status gk_gemm_instances(const gk_context *ctx, const gk_gemm_args *args,
                             const char **instances) {
     return gk_named("gk_gemm_instances", list_instances(ctx, args, instances));
 }
-gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **instances) {
-    return gk_gemm_instances(ctx, args, instances);
-}
 gk_status gk_gemm_class(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
     return gk_named("gk_gemm_class", key_text(ctx, args, gemm_class));
 }

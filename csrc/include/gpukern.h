@@ -162,12 +162,9 @@ GK_API const char *gk_cuda_kernels(void);
 GK_API gk_status gk_cuda_arch(const char *arch, int32_t *index);
 
 typedef struct gk_explanation {
-    size_t size; /* sizeof(gk_explanation), set by the caller */
-    union {
-        char instance[64]; /* the kernel instance, e.g. "gemm_packed_f32_avx512" */
-        char row[64];      /* deprecated name of `instance`, to be removed in the next version */
-    };
-    char isa[16]; /* its instruction set or architecture */
+    size_t size;       /* sizeof(gk_explanation), set by the caller */
+    char instance[64]; /* the kernel instance, e.g. "gemm_packed_f32_avx512" */
+    char isa[16];      /* its instruction set or architecture */
     /* gemm: MB NB KB (block), on the CPU MR*NR; attention: BQ BKV and the keys of a chunk;
      * 0 = unused */
     int64_t tile[4];
@@ -243,8 +240,6 @@ GK_API gk_status gk_explain_gemm(const gk_context *, const gk_gemm_args *, gk_ex
 /* Every instance that serves this call, comma-separated, the default first. */
 GK_API gk_status gk_gemm_instances(const gk_context *, const gk_gemm_args *,
                                    const char **instances);
-/* Deprecated name of gk_gemm_instances, to be removed in the next minor version. */
-GK_API gk_status gk_gemm_rows(const gk_context *, const gk_gemm_args *, const char **instances);
 /* The call's tuning key as one line of text. */
 GK_API gk_status gk_gemm_class(const gk_context *, const gk_gemm_args *, const char **gemm_class);
 /* Prefers an instance for the call's tuning key. The instance must serve the call. NULL removes the

@@ -722,7 +722,7 @@ def test_every_instance_of_a_product_is_timed(bench):
             and found["cublas_us"] > 0
             and all(us > 0 for us in found["us"].values())
         )
-        assert problem.explain(problem.inputs(torch.device("cuda")))["row"] == found["chosen"]
+        assert problem.explain(problem.inputs(torch.device("cuda")))["instance"] == found["chosen"]
 
 
 def test_tokens_by_recipe(bench, monkeypatch, capsys):

@@ -78,10 +78,12 @@ def test_explain_of_few_bits():
     assert json.loads(run("explain", *call)[1]) == want
     if torch.ops.gpukern.cuda_kernels.default():
         assert (
-            json.loads(run("explain", *call, "--arch", "sm_90")[1])["row"]
+            json.loads(run("explain", *call, "--arch", "sm_90")[1])["instance"]
             == "scaled_gemm_sm90a_e4m3_block_any_128x128"
         )
-    assert "_i8_" in json.loads(run("explain", *call[:-3], "--dtype", "int8", "--json")[1])["row"]
+    assert (
+        "_i8_" in json.loads(run("explain", *call[:-3], "--dtype", "int8", "--json")[1])["instance"]
+    )
     scales = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
     formats = (("int4", 128), ("uint4", 128), ("mxfp4", 32), ("nvfp4", 16), ("e4m3", 64))
     for format, group in formats:
@@ -227,13 +229,13 @@ def test_explain_says_what_concerns_the_call():
 def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
     status, out = run("explain", *call, "--arch", arch, "--json")
     found = json.loads(out)
-    assert status == 0 and found["row"].startswith(row), found
-    assert found["isa"] == ("sm_90a" if "sm90a" in found["row"] else "sm_80")
+    assert status == 0 and found["instance"].startswith(row), found
+    assert found["isa"] == ("sm_90a" if "sm90a" in found["instance"] else "sm_80")
     assert found["bound_us"] > 0 and found["tasks"] > 0 and found["bytes"] > 0
     (bound,) = re.findall(r"no faster than +([\d.]+) us", run("explain", *call, "--arch", arch)[1])
     assert float(bound) == pytest.approx(found["bound_us"], rel=0.06)
     # the next call describes its own tensors again
-    assert json.loads(run("explain", *call, "--json")[1])["row"].startswith(row.split("_")[0])
+    assert json.loads(run("explain", *call, "--json")[1])["instance"].startswith(row.split("_")[0])
     assert json.loads(run("explain", *call, "--json")[1])["bound_us"] == 0
 
 

@@ -595,14 +595,18 @@ def test_every_row_can_be_preferred(shape, dtype):
     before, want = torch_gpukern.explain("gemm", a, b), ops.gemm(a, b)
     assert (
         not before["preferred"]
-        and before["rows"][0] == before["row"]
-        and len(set(before["rows"])) == len(before["rows"])
+        and before["instances"][0] == before["instance"]
+        and len(set(before["instances"])) == len(before["instances"])
     )
     assert before["device"] == torch.cuda.get_device_name()[:63]
-    for row in before["rows"]:
+    for row in before["instances"]:
         prefer(a, b, row)
         plan = torch_gpukern.explain("gemm", a, b)
-        assert plan["preferred"] and plan["row"] == row and plan["rows"] == before["rows"]
+        assert (
+            plan["preferred"]
+            and plan["instance"] == row
+            and plan["instances"] == before["instances"]
+        )
         checked(a, b, ops.gemm(a, b))
         assert plan["workspace_bytes"] >= before["workspace_bytes"]
         # the class next to it is another one
@@ -615,9 +619,9 @@ def test_every_row_can_be_preferred(shape, dtype):
 @pytest.mark.gpu
 def test_a_batch_of_rows_is_of_the_class_of_its_matrix():
     a, b = operands()
-    row = torch_gpukern.explain("gemm", a, b)["rows"][-1]
+    row = torch_gpukern.explain("gemm", a, b)["instances"][-1]
     prefer(a, b, row)
-    assert torch_gpukern.explain("gemm", a.view(4, 64, -1), b)["row"] == row
+    assert torch_gpukern.explain("gemm", a.view(4, 64, -1), b)["instance"] == row
     assert not torch_gpukern.explain("gemm", a.view(4, 64, -1), b.expand(4, *b.shape).contiguous())[
         "preferred"
     ]
@@ -629,15 +633,15 @@ def test_a_row_that_cannot_take_a_call_is_not_used():
     plan = torch_gpukern.explain("gemm", a, b)
     for row in sorted(
         {name for name in KERNELS if name.startswith("gemm_") and "_bf16_" in name}
-        - set(plan["rows"])
+        - set(plan["instances"])
     ):
         prefer(a, b, row)
         now = torch_gpukern.explain("gemm", a, b)
-        assert not now["preferred"] and now["row"] == plan["row"]
+        assert not now["preferred"] and now["instance"] == plan["instance"]
         checked(a, b, ops.gemm(a, b))
     x, y = operands(256, 384, 512, torch.float32)
     tf32 = "gemm_sm80_tf32_64x64x32"
-    assert tf32 in torch_gpukern.explain("gemm", x, y, fp32_precision="tf32")["rows"]
+    assert tf32 in torch_gpukern.explain("gemm", x, y, fp32_precision="tf32")["instances"]
     prefer(x, y, tf32)  # a call that asks for ieee keeps it
     assert not torch_gpukern.explain("gemm", x, y)["preferred"]
 
@@ -648,7 +652,7 @@ def test_graphs_keep_their_row():
     want, graph = ops.gemm(a, b), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.gemm(a, b)
-    for row in torch_gpukern.explain("gemm", a, b)["rows"]:
+    for row in torch_gpukern.explain("gemm", a, b)["instances"]:
         prefer(a, b, row)
         out.fill_(torch.nan)
         graph.replay()
@@ -669,7 +673,7 @@ def test_preferences_may_change_under_running_calls():
     a, b = operands(64, 512, 8192)
     plan, exact = torch_gpukern.explain("gemm", a, b), reference.gemm(f64(a), f64(b))
     sizes, stop, failures = set(), threading.Event(), []
-    for row in plan["rows"]:
+    for row in plan["instances"]:
         prefer(a, b, row)
         sizes.add(torch_gpukern.explain("gemm", a, b)["workspace_bytes"])
     assert len(sizes) > 1
@@ -677,7 +681,7 @@ def test_preferences_may_change_under_running_calls():
     def change():
         try:
             while not stop.is_set():
-                for row in (*plan["rows"], ""):
+                for row in (*plan["instances"], ""):
                     ops.gemm_prefer(plan["device"], plan["class"], row)
         except Exception as error:
             failures.append(error)
@@ -701,12 +705,14 @@ def test_import_prefers_on_the_device_of_that_name(path):
     """In a new process: nothing uses the GPU before the first call."""
     a, b = operands()
     plan = torch_gpukern.explain("gemm", a, b)
-    path.write_text(json.dumps(stored({plan["class"]: {"row": plan["rows"][1]}}, plan["device"])))
+    path.write_text(
+        json.dumps(stored({plan["class"]: {"row": plan["instances"][1]}}, plan["device"]))
+    )
     imported(
         f"""
         a, b = torch.randn(256, 512, device="cuda").bfloat16(), torch.randn(384, 512, device="cuda").bfloat16().mT
         plan = torch_gpukern.explain("gemm", a, b)
-        assert plan["preferred"] and plan["row"] == {plan["rows"][1]!r}, plan
+        assert plan["preferred"] and plan["instance"] == {plan["instances"][1]!r}, plan
         """,
         GPUKERN_TUNED=str(path),
     )
@@ -735,7 +741,7 @@ def test_tune_end_to_end(path):
         )
         inputs = problem.inputs(torch.device("cuda"))
         plan = problem.explain(inputs)
-        assert plan["class"] == text and plan["preferred"] and plan["row"] == entry["row"]
+        assert plan["class"] == text and plan["preferred"] and plan["instance"] == entry["row"]
         checked(inputs["a"], inputs["b"], problem.ours(inputs), activation="gelu")
     status, out, err = run_cli("tune", "gemm", "--check", "--cache", str(path))
     assert f"of {len(entries)} instances are no longer the fastest" in out and status == (
@@ -753,7 +759,7 @@ def test_a_wrong_row_does_not_win(path, monkeypatch):
     def wrong(problem, inputs):
         out = right(problem, inputs)
         plan = problem.explain(inputs)
-        return out if plan["row"] == plan["rows"][0] else out.zero_()
+        return out if plan["instance"] == plan["instances"][0] else out.zero_()
 
     monkeypatch.setattr(gemm.Problem, "ours", wrong)
     status, out, err = run_cli("tune", "gemm", "--shapes", "64x64x64", "--cache", str(path))

@@ -405,13 +405,13 @@ static int check_num_seen;
  * that the caller was told. */
 CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_bytes) {
     check_result(e->workspace_bytes == (int64_t)workspace_bytes,
-                 "%s explains %lld bytes of workspace, asks for %zu", e->row,
+                 "%s explains %lld bytes of workspace, asks for %zu", e->instance,
                  (long long)e->workspace_bytes, workspace_bytes);
     for (int i = 0; i < check_num_seen; ++i) {
-        if (strcmp(check_seen[i], e->row) == 0) return;
+        if (strcmp(check_seen[i], e->instance) == 0) return;
     }
     if (check_num_seen < CHECK_COUNT(check_seen))
-        memcpy(check_seen[check_num_seen++], e->row, sizeof check_seen[0]);
+        memcpy(check_seen[check_num_seen++], e->instance, sizeof check_seen[0]);
 }
 
 /* Every instance of the op that this machine can run must have served a call. */

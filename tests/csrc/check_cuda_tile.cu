@@ -25,18 +25,19 @@ static __global__ void loads_kernel(uint32_t *out_g, const uint32_t *in_g) {
     SMEM;
     smem_addr s = cvta_to_shared(smem);
     int t = threadIdx.x;
-    uint4 v = ld_global_nc_no_allocate_128(in_g + 4 * t);
+    const uint4 *in = (const uint4 *)in_g + t;
+    uint4 v = in[0];
     st_shared_128(s + 16 * t, v);
-    v = ld_global_nc_no_allocate_l2_256b_128(in_g + 128 + 4 * t);
+    v = in[32];
     st_shared_64(s + 512 + 16 * t, make_uint2(v.x, v.y));
     st_shared_64(s + 512 + 16 * t + 8, make_uint2(v.z, v.w));
-    v = ld_global_l2_128b_128(in_g + 256 + 4 * t);
+    v = in[64];
     st_shared_32(s + 1024 + 16 * t, v.x);
     st_shared_32(s + 1024 + 16 * t + 4, v.y);
     st_shared_16(s + 1024 + 16 * t + 8, (uint16_t)v.z);
     st_shared_16(s + 1024 + 16 * t + 10, (uint16_t)(v.z >> 16));
     st_shared_32(s + 1024 + 16 * t + 12, v.w);
-    st_shared_128(s + 1536 + 16 * t, ld_global_l2_256b_128(in_g + 384 + 4 * t));
+    st_shared_128(s + 1536 + 16 * t, in[96]);
     __syncthreads();
     int u = t ^ 5; // another thread's index
     st_global_128(out_g + 4 * u, ld_shared_128(s + 16 * u));
@@ -112,38 +113,34 @@ static __global__ void ldmatrix_kernel(uint32_t *out_g) {
     for (int i = lane; i < 256; i += 32) st_shared_16(s + 2 * i, (uint16_t)i);
     __syncwarp();
     smem_addr row_s = s + ldmatrix_matrix(lane) * 128 + ldmatrix_row(lane) * 16;
-    uint32_t r[6][4] = {};
-    ldmatrix_x1(r[0], lane < 8 ? row_s : s);
-    ldmatrix_x2(r[1], lane < 16 ? row_s : s);
-    ldmatrix_x4(r[2], row_s);
-    ldmatrix_x1_trans(r[3], lane < 8 ? row_s : s);
-    ldmatrix_x2_trans(r[4], lane < 16 ? row_s : s);
-    ldmatrix_x4_trans(r[5], row_s);
-    for (int i = 0; i < 24; ++i) out_g[i * 32 + lane] = r[i / 4][i % 4];
-    out_g[24 * 32 + lane] = movmatrix_trans(r[2][1]);
+    uint32_t r[2][4] = {};
+    ldmatrix_x4(r[0], row_s);
+    ldmatrix_x4_trans(r[1], row_s);
+    for (int i = 0; i < 8; ++i) out_g[i * 32 + lane] = r[i / 4][i % 4];
+    out_g[8 * 32 + lane] = movmatrix_trans(r[0][1]);
 }
 
 static void check_ldmatrix(const buffer &out) {
     ldmatrix_kernel<<<1, 32, SMEM_BYTES>>>((uint32_t *)out.device);
     to_host(out);
     const uint16_t *got = (const uint16_t *)out.host;
-    for (int i = 0; i < 24; ++i) {
-        int count[] = {1, 2, 4}, matrix = i % 4;
-        bool trans = i >= 12, loaded = matrix < count[i / 4 % 3];
+    for (int i = 0; i < 8; ++i) {
+        const int matrix = i % 4;
+        const bool trans = i >= 4;
         for (int lane = 0; lane < 32; ++lane) {
             for (int half = 0; half < 2; ++half) {
                 coord c = ldmatrix_element(lane, half, trans);
-                int expected = loaded ? matrix * 64 + c.row * 8 + c.col : 0;
+                int expected = matrix * 64 + c.row * 8 + c.col;
                 int x = got[(i * 32 + lane) * 2 + half];
                 check(x == expected, "element", i * 100 + lane, x, expected);
             }
         }
     }
-    verb("ldmatrix x1 x2 x4, trans");
+    verb("ldmatrix x4, trans");
     for (int lane = 0; lane < 32; ++lane) {
         for (int half = 0; half < 2; ++half) {
             coord c = movmatrix_element(lane, half);
-            int x = got[(24 * 32 + lane) * 2 + half], expected = 64 + c.row * 8 + c.col;
+            int x = got[(8 * 32 + lane) * 2 + half], expected = 64 + c.row * 8 + c.col;
             check(x == expected, "element", lane, x, expected);
         }
     }

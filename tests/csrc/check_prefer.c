@@ -362,7 +362,6 @@ static void check_public(void) {
     check_refused(gk_gemm_prefer(&cpu, &g, "any"), GK_ERR_UNSUPPORTED, words);
     check_refused(gk_cuda_device_name(0, &text), GK_ERR_DEVICE, words);
 #endif
-    check_refused(gk_gemm_rows(&cpu, &g, &text), GK_ERR_UNSUPPORTED, "got a CPU one");
     check_refused(gk_gemm_class(&cpu, &g, &text), GK_ERR_UNSUPPORTED, "got a CPU one");
 }
 

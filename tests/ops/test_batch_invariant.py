@@ -454,8 +454,8 @@ def test_plans_on_cuda(n, k, arch):
             with gk.batch_invariant():
                 told = gk.explain(op, *args, **how, arch=arch)
             chunks.setdefault(name, set()).add(told["chunks"])
-            rows.setdefault(name, set()).add(told["row"])
-            before.setdefault(name, set()).add(gk.explain(op, *args, **how, arch=arch)["row"])
+            rows.setdefault(name, set()).add(told["instance"])
+            before.setdefault(name, set()).add(gk.explain(op, *args, **how, arch=arch)["instance"])
     assert all(len(found) == 1 for found in chunks.values()), chunks
     for name, found in rows.items():
         for word in ("_k2", "_k4", "skinny", "gemm_mma", "scaled_gemm_decoded"):

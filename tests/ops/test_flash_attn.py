@@ -163,7 +163,7 @@ def tiles(device, dtype=torch.float32, head_dim=64):
     q = torch.zeros(1, 2, 512, head_dim, dtype=dtype, device=device)
     row = json.loads(ops.explain_flash_attn(q, q, q))
     sizes = {n for n in row["tile"][:2] if 1 < n <= 512}
-    assert sizes, f"row {row['row']} names no tile"
+    assert sizes, f"row {row['instance']} names no tile"
     return sorted({n + e for n in sizes for e in (-1, 0, 1)})
 
 

@@ -89,7 +89,7 @@ def check(x, device, name="flash_attn", extra=(), out_dtype=F32, reference_on="c
     )
     row = gk.explain(
         name, x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"} | how
-    )["row"]
+    )["instance"]
     assert out.dtype is out_dtype and lse.dtype is F32 and out.shape == want.shape
     assert relative(out, want) < tolerance(row, device, out_dtype), row
     empty = want_lse == -math.inf
@@ -370,7 +370,7 @@ def test_rows_of_the_table():
             for n in "qkv"
         }
         how |= scales | dict(v_mean=t(heads, dims[1], dtype=F32), accumulate=accumulate)
-        return gk.explain("flash_attn", q, k, v, arch="sm_90", **how)["row"].removeprefix(
+        return gk.explain("flash_attn", q, k, v, arch="sm_90", **how)["instance"].removeprefix(
             "flash_attn_fp8_"
         )
 
@@ -405,7 +405,7 @@ def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
     def row(batch, accumulate="precise"):
         ends = starts[: batch + 1]
         how = dict(accumulate=accumulate, arch=arch)
-        return gk.explain("flash_attn_varlen", q, kv, kv, ends, ends, 1024, 1024, **how)["row"]
+        return gk.explain("flash_attn_varlen", q, kv, kv, ends, ends, 1024, 1024, **how)["instance"]
 
     assert row(1 << 10) == "flash_attn_fp8_relay"
     with pytest.raises(ValueError, match="no kernel for float8_e4m3fn on .* use smaller ones"):

@@ -272,7 +272,7 @@ def test_kernels_of_gpus_without_wgmma(dtype, name):
     def row(a, b):
         return torch_gpukern.explain(
             "grouped_gemm", a, b, torch.zeros(3, dtype=torch.int32), arch="sm_80"
-        )["row"]
+        )["instance"]
 
     a, b, x = (
         torch.empty(64, 256, dtype=dtype),

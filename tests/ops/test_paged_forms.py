@@ -60,13 +60,15 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
     table = torch.zeros(batch, 1024 // page, dtype=torch.int32)
     lens = torch.full((batch,), 900, dtype=torch.int32)
     assert (
-        torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"]
+        torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["instance"]
         == row
     )
     # larger tables take clusters of the same kernel
     if batch * heads_kv > 132 and tokens == 1 and not stored:
         wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
-        told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
+        told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")[
+            "instance"
+        ]
         assert told == row
 
 
@@ -91,7 +93,7 @@ def test_kernel_of_a_batch_invariant_call(tokens, page, dtype, row):
         told = torch_gpukern.explain(
             "paged_attn", q, cache, cache, table, lens, batch_invariant=True, arch="sm_90"
         )
-        assert told["row"] == row
+        assert told["instance"] == row
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):

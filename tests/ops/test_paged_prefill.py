@@ -221,7 +221,7 @@ def test_rules(name, form):
     given = make(LENGTHS, QUERIES, first, head_dim, page, group, stored, dtype, spare)
     cu = torch.tensor(STARTS, dtype=torch.int32, device="cuda")
     how = dict(rules, cu_seqlens_q=cu, max_seqlen_q=700)
-    served = torch_gpukern.explain("paged_attn", *given, **how)["row"]
+    served = torch_gpukern.explain("paged_attn", *given, **how)["instance"]
     assert served.startswith(RELAY if stored else WIDE)
     out, lse = paged_attn(*given, **how, return_lse=True)
     torch_gpukern.check_errors()
@@ -285,7 +285,7 @@ def test_relay_in_rounds():
     cu = torch.tensor([0, 200, 330], dtype=torch.int32, device="cuda")
     how = dict(rules, cu_seqlens_q=cu, max_seqlen_q=200)
     plan = torch_gpukern.explain("paged_attn", q, k, v, wide, lens, **how)
-    assert plan["row"].startswith(RELAY) and plan["workspace_bytes"] < 300 << 20
+    assert plan["instance"].startswith(RELAY) and plan["workspace_bytes"] < 300 << 20
     out, lse = paged_attn(q, k, v, wide, lens, **how, return_lse=True)
     for b, rows in enumerate((slice(0, 200), slice(200, 330))):
         want, want_lse = exact(q[rows], k, v, table, b, lengths[b], 0, rules)

@@ -174,9 +174,9 @@ def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes(device):
 def test_which_kernels_serve(arch, dims, rules, forward, backward):
     q, stats = torch.empty(1, 64, 2048, dims, dtype=BF16), torch.empty(1, 64, 2048)
     found = gk.explain("flash_attn", q, q, q, **rules, out_dtype=F32, arch=arch)
-    assert found["row"] == f"flash_attn_{forward}"
+    assert found["instance"] == f"flash_attn_{forward}"
     found = gk.explain("flash_attn_bwd", q, q, q, q, q, stats, **rules, grad_dtype=F32, arch=arch)
-    assert found["row"] == f"flash_attn_{backward}"
+    assert found["instance"] == f"flash_attn_{backward}"
 
 
 # ---- results merged into existing ones -----------------------------------------------------------

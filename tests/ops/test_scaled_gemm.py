@@ -417,7 +417,7 @@ def test_kernels_of_gpus_without_wgmma(arch):
         told = torch_gpukern.explain(
             "scaled_gemm", a, b, torch.ones(scale_a), torch.ones(scale_b), arch=arch
         )
-        return told["row"].removeprefix("scaled_gemm_sm80_")
+        return told["instance"].removeprefix("scaled_gemm_sm80_")
 
     for a_dtype, b_dtype, name in (
         (E4M3, E4M3, "e4m3"),

@@ -140,7 +140,7 @@ def test_kernels_of_gpus_without_wgmma():
             )
             told = torch_gpukern.explain(
                 "sparse_gemm", torch.empty(m, k).to(dtype), values, meta, arch="sm_86"
-            )["row"]
+            )["instance"]
             assert told == (
                 f"sparse_gemm_sm80_{name}_{row}" if row else f"sparse_gemm_plain_{name}"
             )
@@ -187,7 +187,7 @@ def test_too_many_rows_are_refused_for_their_number(arch):
 
     def row(m):
         a = torch.zeros(1, dtype=torch.bfloat16).expand(m, 20)
-        return torch_gpukern.explain("sparse_gemm", a, values, meta, arch=arch)["row"]
+        return torch_gpukern.explain("sparse_gemm", a, values, meta, arch=arch)["instance"]
 
     assert row(64 * 65535) == "sparse_gemm_plain_bf16"
     with pytest.raises(

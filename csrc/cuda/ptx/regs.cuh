@@ -124,47 +124,6 @@ static __device__ __forceinline__ uint4 ld_global_if_128(const void *p_g, bool r
     return v;
 }
 
-// ld.global.nc.L1::no_allocate.v4.u32, sm_70 (the hint): for data that is read once and that
-// nobody writes while the kernel runs. Not ordered with other accesses.
-static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_128(const void *p_g) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(__cvta_generic_to_global(p_g))
-                 : "memory");
-    return v;
-}
-
-// The same with L2::256B: one miss fetches 256 bytes. For streams. sm_80.
-static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_l2_256b_128(const void *p_g) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(__cvta_generic_to_global(p_g))
-                 : "memory");
-    return v;
-}
-
-// ld.global.L2::{128B, 256B}.v4.u32, sm_75 and sm_80: an ordinary load, where one miss fetches
-// that many bytes into L2.
-static __device__ __forceinline__ uint4 ld_global_l2_128b_128(const void *p_g) {
-    uint4 v;
-    asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(__cvta_generic_to_global(p_g))
-                 : "memory");
-    return v;
-}
-
-static __device__ __forceinline__ uint4 ld_global_l2_256b_128(const void *p_g) {
-    uint4 v;
-    asm volatile("ld.global.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(__cvta_generic_to_global(p_g))
-                 : "memory");
-    return v;
-}
-
 // st.global.v4.u32, sm_20.
 static __device__ __forceinline__ void st_global_128(void *p_g, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p_g)),

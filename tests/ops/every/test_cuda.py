@@ -661,7 +661,8 @@ def test_unaligned_operands_are_copied(which):
         mixed[name] = x if name == "a" else x.mT
     plan = torch_gpukern.explain("gemm", **mixed)
     assert (
-        "_sm90a_" in plan["row"] and plan["row"] == torch_gpukern.explain("gemm", **aligned)["row"]
+        "_sm90a_" in plan["instance"]
+        and plan["instance"] == torch_gpukern.explain("gemm", **aligned)["instance"]
     )
     bytes_a, bytes_b = m * (k + 6) * 2, n * (k + 6) * 2
     assert (
@@ -670,7 +671,7 @@ def test_unaligned_operands_are_copied(which):
     )
     assert same_bits(ops.gemm(**mixed), ops.gemm(**aligned))
     few = torch_gpukern.explain("gemm", mixed["a"][:16], mixed["b"])
-    assert few["row"].startswith("gemm_swapab_sm90a_") == (which == "a")
+    assert few["instance"].startswith("gemm_swapab_sm90a_") == (which == "a")
 
 
 @HOPPER
@@ -682,7 +683,10 @@ def test_small_m_of_weights_that_are_nowhere_dense(m):
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
     for weights in (b, on_gpu(n, 2 * k, seed=2)[:, ::2].mT):
         plan = torch_gpukern.explain("gemm", a, weights)
-        assert plan["row"].startswith("gemm_swapab_sm90a_") and plan["workspace_bytes"] == n * k * 2
+        assert (
+            plan["instance"].startswith("gemm_swapab_sm90a_")
+            and plan["workspace_bytes"] == n * k * 2
+        )
         assert_close_as(torch_gemm(a, weights), ops.gemm(a, weights), a.double() @ weights.double())
 
 
@@ -716,7 +720,7 @@ def test_small_m_of_unaligned_weights(m, dtype, beside):
             b = b.mT if transposed else b
             x = in_nan(a, offset % 3, 7 - offset)
             plan = torch_gpukern.explain("gemm", x, b)
-            assert plan["row"].startswith(name) and (plan["workspace_bytes"] == 0) == (m <= 16)
+            assert plan["instance"].startswith(name) and (plan["workspace_bytes"] == 0) == (m <= 16)
             out = ops.gemm(x, b)
             if want is None:
                 want, exact = torch_gemm(a, b), a.double() @ b.double()
@@ -740,7 +744,7 @@ def test_small_m_of_unaligned_weights_with_all_that_may_follow(m, layout):
         b = b if layout == "NN" else b.mT
         bias, c = on_gpu(n, seed=2), on_gpu(m, n, seed=3)
         name = "gemm_skinny_misaligned_" if n >= 1024 else "gemm_sm80_any_"
-        assert torch_gpukern.explain("gemm", a, b)["row"].startswith(name)
+        assert torch_gpukern.explain("gemm", a, b)["instance"].startswith(name)
         more = {"bias": bias, "c": c, "alpha": 0.5, "beta": -1.5}
         exact = 0.5 * (a.double() @ b.double()) + bias.double() - 1.5 * c.double()
         assert_close_as(torch_gemm(a, b, **more), ops.gemm(a, b, **more), exact)
@@ -760,7 +764,7 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
     weights = in_nan(on_gpu(n, k, seed=1), 1, 3)
     tokens = on_gpu(9, k)
     for x in (tokens.mT, in_nan(tokens, 3, 1).mT):
-        assert torch_gpukern.explain("gemm", weights, x)["row"].startswith(
+        assert torch_gpukern.explain("gemm", weights, x)["instance"].startswith(
             "gemm_skinny_misaligned_"
         )
         bias, c = on_gpu(9, seed=2), on_gpu(n, 9, seed=3)
@@ -769,7 +773,7 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
         assert_close_as(torch_gemm(weights, x, **more), ops.gemm(weights, x, **more), exact)
     overlapping = on_gpu(1, k + 40, seed=4)
     for x in (on_gpu(1, k, seed=5).expand(12, k), overlapping.as_strided((7, k), (3, 1), 5)):
-        assert torch_gpukern.explain("gemm", x, weights.mT)["row"].startswith(
+        assert torch_gpukern.explain("gemm", x, weights.mT)["instance"].startswith(
             "gemm_skinny_misaligned_"
         )
         assert_close_as(
@@ -789,12 +793,12 @@ def preferred(name, *args, preact=0, **more):
     """Makes the instance `name` serve such gemm calls, and returns its plan. explain describes the
     call without preact."""
     plan = json.loads(ops.explain_gemm(*args, **more))
-    assert name in plan["rows"]
+    assert name in plan["instances"]
     asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
     ops.gemm_prefer(*asked, name)
     try:
         plan = json.loads(ops.explain_gemm(*args, **more))
-        assert preact or plan["row"] == name
+        assert preact or plan["instance"] == name
         yield plan
     finally:
         ops.gemm_prefer(*asked, "")
@@ -833,7 +837,7 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
             a = stored(layout[0] == "T", dense_a, which != "b")
             b = stored(layout[1] == "T", dense_b, which != "a")
             plan = json.loads(ops.explain_gemm(a, b))
-            assert re.match("gemm_(pingpong_|swapab_)?sm", plan["row"]) and (
+            assert re.match("gemm_(pingpong_|swapab_)?sm", plan["instance"]) and (
                 i > 0 or plan["workspace_bytes"] > 0
             )
             for more in (
@@ -913,7 +917,7 @@ def test_ping_pong(dtype, layout):
                     {"out_dtype": torch.float32},
                 ):
                     # TMA cannot store it
-                    assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]
+                    assert name not in json.loads(ops.explain_gemm(a, b, **more))["instances"]
 
 
 @HOPPER
@@ -985,7 +989,7 @@ def test_few_columns_of_many_rows(dtype, layout):
     ):
         for batch in ((), (3,)):
             a, b = integer_operands(gen, layout, batch, m, n, k, dtype)
-            assert (torch_gpukern.explain("gemm", a, b)["row"] == name) == narrow, (m, n, k)
+            assert (torch_gpukern.explain("gemm", a, b)["instance"] == name) == narrow, (m, n, k)
             exact = a.double() @ b.double()
             assert same_bits(ops.gemm(a, b), exact.to(dtype))
             bias = integers(gen, n, dtype=dtype).cuda()
@@ -1028,7 +1032,7 @@ def test_clusters_share_and_split(name, layout):
     if name.endswith("_t8"):  # an edge of the result must lie in every part of the last tiles
         shapes += [(200, 760, 4104), (264, 2296, 8), (2600, 3832, 1544)]
         a, b = integer_operands(gen, layout, (), 2600, 4000, 64, BF16)
-        assert name not in json.loads(ops.explain_gemm(a, b))["rows"]
+        assert name not in json.loads(ops.explain_gemm(a, b))["instances"]
     else:
         shapes += [(200, 1000, 4104), (264, 2600, 8), (2600, 4000, 1544)]
     for m, n, k in shapes:
@@ -1090,7 +1094,7 @@ def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
     gen = generator("f32 few tiles", size)
     a, b = (randn(gen, *shape, device="cuda") for shape in ((m, k), (k, n)))
     if torch.cuda.get_device_properties(0).multi_processor_count == 132:
-        assert torch_gpukern.explain("gemm", a, b)["row"] == "gemm_plain_f32_64x64x16"
+        assert torch_gpukern.explain("gemm", a, b)["instance"] == "gemm_plain_f32_64x64x16"
     yards = [torch_gemm(a, b, order=order) for order in orders(gen, k)]
     assert_close_as(yards, ops.gemm(a, b), a.double() @ b.double())
 
@@ -1332,10 +1336,11 @@ def test_tf32_rows_of_hopper():
         a, b = tf32_operands(gen, 1536, 2048, 1024, layout)
         plan = torch_gpukern.explain("gemm", a, b, fp32_precision="tf32")
         assert (
-            plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == transposed
+            plan["instance"].startswith("gemm_tf32_sm90a_")
+            and ("swapab" in plan["instance"]) == transposed
         )
         assert plan["workspace_bytes"] == copies * 1536 * 1024
-        assert "sm90a" not in torch_gpukern.explain("gemm", a, b)["row"]
+        assert "sm90a" not in torch_gpukern.explain("gemm", a, b)["instance"]
         want = ops.gemm(a, b, fp32_precision="tf32")
         for x in ("a", "b"):
             odd = torch.empty(3 + (a if x == "a" else b).numel(), device="cuda")[3:]
@@ -1344,7 +1349,10 @@ def test_tf32_rows_of_hopper():
             )
             odd.copy_(a if x == "a" else b)
             pair = (odd, b) if x == "a" else (a, odd)
-            assert torch_gpukern.explain("gemm", *pair, fp32_precision="tf32")["row"] == plan["row"]
+            assert (
+                torch_gpukern.explain("gemm", *pair, fp32_precision="tf32")["instance"]
+                == plan["instance"]
+            )
             assert same_bits(ops.gemm(*pair, fp32_precision="tf32"), want)
 
 

@@ -712,18 +712,18 @@ MICRO = (torch.float32, torch.bfloat16, torch.float16)
 def check_row(row, dtype, few=False):
     """Checks that an instance is for this dtype and an instruction set of this machine. few: M is
     so small that AMX leaves the call to avx512, as it does for other dtypes than bfloat16."""
-    assert {"row", "isa", "bytes", "flops", "tile"} <= set(row), row
-    assert "ref" not in row["row"] and row["isa"] in MACHINE, row
+    assert {"instance", "isa", "bytes", "flops", "tile"} <= set(row), row
+    assert "ref" not in row["instance"] and row["isa"] in MACHINE, row
     short = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
-    assert short in row["row"].split("_"), row
-    assert row["isa"] in row["row"].split("_"), row
+    assert short in row["instance"].split("_"), row
+    assert row["isa"] in row["instance"].split("_"), row
     usual = ops.cpu_isa()
     best = (
         "avx512"
         if usual in ("avx512bf16", "amx") and dtype != torch.bfloat16 or usual == "amx" and few
         else usual
     )
-    assert row["isa"] == best, f"{row['row']} though the machine's default is {best}"
+    assert row["isa"] == best, f"{row['instance']} though the machine's default is {best}"
     assert any(n > 0 for n in row["tile"]) and row["bytes"] > 0
 
 
@@ -760,7 +760,7 @@ def test_gemm_rows(case):
     out_dtype = torch.float32 if case.out == "float32" else case.dtype
     bias = torch.zeros(n, dtype=case.dtype)
     row = json.loads(ops.explain_gemm(a, b, bias, activation=case.activation, out_dtype=out_dtype))
-    check_row(row, case.dtype, few=m <= 8 and "skinny" in row["row"])
+    check_row(row, case.dtype, few=m <= 8 and "skinny" in row["instance"])
     products = m * n * k * (case.batch or (1,))[0]
     assert 2 * products <= row["flops"] <= 2 * products + 64 * m * n * (case.batch or (1,))[0] + 64
     least = (a.numel() + b.numel()) * case.dtype.itemsize + m * n * out_dtype.itemsize * (
@@ -858,7 +858,7 @@ def test_causal_counts_half_the_work():
 
 def test_float64_is_the_reference_row():
     a = torch.zeros(4, 4, dtype=torch.float64)
-    assert "ref" in json.loads(ops.explain_gemm(a, a))["row"]
+    assert "ref" in json.loads(ops.explain_gemm(a, a))["instance"]
 
 
 def test_a_small_call_asks_nothing_of_the_machine():

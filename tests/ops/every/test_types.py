@@ -32,7 +32,7 @@ def calls(x: Tensor, i: Tensor, flag: bool) -> None:
     assert_type(gk.gemm(x, x, activation="gelu_tanh", fp32_precision="tf32"), Tensor)
     plan = gk.explain("gemm", x, x, activation="silu")
     assert_type(plan, gk.Explanation)
-    assert_type(plan["row"], str)
+    assert_type(plan["instance"], str)
     assert_type(plan["tile"], list[int])
     assert_type(plan["bound_us"], float)
     assert_type(plan["class"], str)
