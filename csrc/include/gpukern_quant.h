@@ -183,6 +183,11 @@ typedef struct gk_weight_gemm_args {
     gk_tensor out;
     void *workspace;
     size_t workspace_bytes;
+    /* [G] int32: the ends of groups of rows of a, as in gk_grouped_gemm_args; NULL = one group.
+     * a is then 2-dimensional. Group g multiplies by n rows of the weight from row g n' on, where
+     * n' is n rounded up to 64: packed is [G n' / 64, ceil(K / 64), bytes], scale and zero are
+     * [ceil(K / g), G n'], bias is [N] or [G, N]. Rows at or past the last end are 0 in out. */
+    const gk_tensor *offs;
 } gk_weight_gemm_args;
 
 #define GK_WEIGHT_GEMM_ARGS_INIT {.size = sizeof(gk_weight_gemm_args)}
@@ -199,9 +204,10 @@ GK_API gk_status gk_explain_weight_gemm(const gk_context *, const gk_weight_gemm
  * b [K, N]: the groups are ranges of k. out[g] = a[:, range] b[range], and out is [G, M, N]. */
 typedef struct gk_grouped_gemm_args {
     size_t size;
-    /* [M, K] float32, bfloat16 or float16, or GK_E4M3, GK_E5M2; any strides */
+    /* [M, K] float32, bfloat16 or float16, or GK_E4M3, GK_E5M2, GK_I8; any strides */
     gk_tensor a;
-    gk_tensor b; /* [G, K, N] or [K, N], a's dtype, or any 8-bit float if a is one; any strides */
+    /* [G, K, N] or [K, N], any strides; of a's dtype, but one 8-bit float may meet another */
+    gk_tensor b;
     gk_tensor offs; /* [G] int32: the ends of groups, not decreasing; the first begins at 0 */
     /* 8-bit a: one number or [Sm, Sk] for all of a; with groups of k one number or [M, 1] */
     const gk_tensor *scale_a;

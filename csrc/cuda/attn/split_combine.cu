@@ -54,19 +54,18 @@ __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) 
             sum[c] = make_float2(weight * to_acc(out[col]), weight * to_acc(out[col + 1]));
         }
     }
-    if (all.peak != -INFINITY) {
-        for (int s = 0; s < p.splits; ++s) {
-            const float lse = p.lse_splits[s * p.rows + row];
-            if (lse == -INFINITY) continue;
-            const float weight = all.join(lse, 1);
-            const float2 *part = (const float2 *)(p.out_splits + (s * p.rows + row) * p.head_dim_v);
+    /* no test of the peak: fmaxf leaves NaN out, so parts that are all NaN leave it at -inf */
+    for (int s = 0; s < p.splits; ++s) {
+        const float lse = p.lse_splits[s * p.rows + row];
+        if (lse == -INFINITY) continue;
+        const float weight = all.join(lse, 1);
+        const float2 *part = (const float2 *)(p.out_splits + (s * p.rows + row) * p.head_dim_v);
 #pragma unroll
-            for (int c = 0; c < PAIRS; ++c) {
-                if (2 * lane + 64 * c >= p.head_dim_v) break;
-                const float2 v = part[lane + 32 * c];
-                sum[c].x = fmaf(weight, v.x, sum[c].x);
-                sum[c].y = fmaf(weight, v.y, sum[c].y);
-            }
+        for (int c = 0; c < PAIRS; ++c) {
+            if (2 * lane + 64 * c >= p.head_dim_v) break;
+            const float2 v = part[lane + 32 * c];
+            sum[c].x = fmaf(weight, v.x, sum[c].x);
+            sum[c].y = fmaf(weight, v.y, sum[c].y);
         }
     }
 
