@@ -297,7 +297,7 @@ VALUE_ERRORS = [
     (
         "grouped_gemm",
         experts(a=t(8, 4).int()),
-        "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got int32",
+        "a must be float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got int32",
     ),
     ("grouped_gemm", experts(b=t(3, 5, 5)), "b has 5 rows, a has 4 columns; they must match"),
     ("grouped_gemm", experts(b=t(2, 4, 5)), "offs has 3 groups, b has 2; they must match"),
@@ -321,7 +321,7 @@ VALUE_ERRORS = [
     (
         "grouped_gemm",
         experts(scale_a=t(1)),
-        "scale_a goes with float8_e4m3fn and float8_e5m2, a is float32",
+        "scale_a goes with float8_e4m3fn, float8_e5m2 and int8, a is float32",
     ),
     ("grouped_gemm", experts(bias=t(2, 5)), "bias must have shape [3, 5], got [2, 5]"),
     (

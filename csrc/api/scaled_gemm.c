@@ -4,10 +4,6 @@
 #include "../formats/scales.h"
 #include "quant.h"
 
-enum {
-    INT8_MOST_K = 131071 /* a sum of this many products, each at most 2^14, fits int32 */
-};
-
 gk_status gk_check_addend(gk_io *io, const char *name, const gk_tensor *t, gk_dtype out) {
     /* either 16-bit dtype fits beside the result */
     const bool any = out == GK_F32 || gk_is_code(out);

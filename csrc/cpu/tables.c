@@ -56,6 +56,7 @@ DECLARE(scaled_gemm_vnni)
 DECLARE(weight_gemm)
 DECLARE(weight_skinny)
 DECLARE(grouped_gemm)
+DECLARE(grouped_gemm_vnni)
 DECLARE(sparse_gemm)
 DECLARE(sparse_gemm_vnni)
 DECLARE(norm_fwd)
@@ -82,9 +83,6 @@ DECLARE(adamw)
         INSTANCE(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
 /* avx512bf16 multiplies 8-bit codes as pairs of bfloat16 */
-#define EVERY_ISA_OF_CODES(stem)                                                    \
-    CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), \
-        CODES(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem)                                                               \
     CODES_VNNI(stem, GK_ISA_AVX512BF16, avx512bf16), CODES_VNNI(stem, GK_ISA_AVX512, avx512), \
         CODES_VNNI(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
@@ -107,7 +105,6 @@ DECLARE(adamw)
         THREE(first, GK_ISA_AVX2, avx2), THREE(second, GK_ISA_AVX2, avx2),         \
         THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #else
-#define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_E4M3(stem) INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_FLOATS(stem) INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
@@ -164,7 +161,7 @@ static const gk_cpu_instance unpack_weight_instances[] = {
 static const gk_cpu_instance weight_gemm_instances[] = {EITHER(weight_skinny, weight_gemm),
                                                         EVERY_ISA_OF_E4M3(weight_gemm)};
 static const gk_cpu_instance grouped_gemm_instances[] = {EVERY_ISA(grouped_gemm),
-                                                         EVERY_ISA_OF_CODES(grouped_gemm)};
+                                                         EVERY_ISA_OF_INT8(grouped_gemm)};
 #define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
 static const gk_cpu_instance sparse_pack_instances[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16),
                                                         SPARSE_PACK(GK_E4M3), SPARSE_PACK(GK_E5M2),

@@ -35,7 +35,8 @@ extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm9
     gk_scaled_gemm_sm80_table;
 extern const gk_cuda_table gk_scaled_gemm_decoded_table, gk_scaled_gemm_mx_sm90a_table,
     gk_scaled_gemm_plain_table;
-extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
+extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table,
+    gk_grouped_gemm_int8_sm90a_table;
 extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table,
     gk_sparse_pack_table, gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table,
     gk_sparse_gemm_plain_table;
@@ -153,6 +154,7 @@ NONE(paged_prefill_relay_sm90a)
 NONE(paged_prefill_sm90a)
 NONE(paged_tree_sm90a)
 NONE(grouped_gemm_fp8_sm90a)
+NONE(grouped_gemm_int8_sm90a)
 NONE(grouped_gemm_sm90a)
 NONE(quantize_sm90a)
 NONE(sparse_gemm_sm90a)
@@ -196,8 +198,8 @@ static const gk_cuda_table *const scaled_gemm_tables[] = {
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
 static const gk_cuda_table *const grouped_gemm_tables[] = {
-    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_sm80_table,
-    &gk_grouped_gemm_plain_table};
+    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table,
+    &gk_grouped_gemm_int8_sm90a_table, &gk_grouped_gemm_sm80_table, &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
 static const gk_cuda_table *const sparse_gemm_tables[] = {
     &gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table, &gk_sparse_gemm_plain_table};

@@ -236,7 +236,7 @@ def _add_grouped(p: argparse.ArgumentParser) -> None:
         "--scales",
         choices=("row", "block"),
         default="row",
-        help="scales of 8-bit floats; block: 1x128 for a, 128x128 for b",
+        help="scales of 8-bit codes; block: 1x128 for a, 128x128 for b",
     )
 
 
@@ -402,7 +402,7 @@ CALLS = {
     "paged_attn": Call("", DTYPES, _add_paged, _paged, _ATTENTION),
     "scaled_gemm": Call("m n k", _CODES, _add_scaled, _scaled),
     "weight_gemm": Call("m n k", _SHORT, _add_weight, _weight),
-    "grouped_gemm": Call("m n k", _WIDE | _FP8, _add_grouped, _grouped),
+    "grouped_gemm": Call("m n k", _WIDE | _CODES, _add_grouped, _grouped),
     "sparse_gemm": Call("m n k", _SHORT | _CODES, _nothing, _sparse),
     "quantize": Call("m n", _WIDE, _add_codes, _quantize),
     "silu_mul_quantize": Call("m n", _WIDE, _add_codes, _gated_codes),

@@ -24,15 +24,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     /* Reads the scales of a tile's columns, if they do not change along k. */
     static __device__ __forceinline__ void prepare(const GroupedParams &p, const Work<Kind> &x,
                                                    int col0, float *scales) {
-        if (BLOCKS) return;
-        const int i = (int)threadIdx.x;
-        if (i < BN) {
-            gk_scales sb = p.sb;
-            sb.data =
-                (const float *)sb.data + min(x.task.group, p.groups.count - 1) * p.scale_group;
-            scales[i] = scale_of(sb, 0, min(col0 + i, p.n - 1));
-        }
-        bar_sync(1, 256);
+        if (!BLOCKS) read_column_scales(p, x, col0, scales);
     }
 
     template <int COUNT>
@@ -128,15 +120,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 sa[h] = scale_of(p.sa, min(rows.a + lane / 4 + 8 * h, p.m - 1), 0);
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                const float2 sb = *(const float2 *)(scales + 8 * j + 2 * (lane % 4));
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    sum[4 * j + 2 * h] = times_scales(sum[4 * j + 2 * h], sa[h], sb.x);
-                    sum[4 * j + 2 * h + 1] = times_scales(sum[4 * j + 2 * h + 1], sa[h], sb.y);
-                }
-            }
+            scale_sums(sum, sa, scales + 2 * (lane % 4));
         }
         if (p.f.out_dtype == GK_F16)
             store_sums<__half, Panel>(p, sum, x.task.group, rows.out, rows.count, col0, panel_s);
@@ -179,12 +163,10 @@ template <class K>
 gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     GroupedParams p = {};
-    p.sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
-    p.sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[2], true);
+    set_scales(g, p);
     p.apart = gk_batch_invariant();
     p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0;
     p.step_b = p.sb.row_log2 == 7 ? p.sb.row : 0;
-    p.scale_group = g->scale_b->ndim == 3 ? g->scale_b->stride[0] : 0;
     return run_grouped<K>(ctx, g, plan, p);
 }
 
