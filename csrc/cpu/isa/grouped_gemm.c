@@ -26,8 +26,8 @@ static void grouped_task(void *arg, int64_t t, int64_t worker) {
         quant_task(jb->p, t, memory);
 }
 
-/* Enough memory for every group. A group with more rows needs no less, but the block of k is chosen
- * by three classes of M: b in place, small M, and the rest. */
+/* Enough memory for every group. A group with more rows needs no less, but the block of k follows
+ * from M in three ranges: b is read in place, small M, and larger M. */
 static size_t most_bytes(const quant_product *planned) {
     const int64_t rows[3] = {INT8_DOT_ROWS, INT8_SMALL_M, INT8_MB};
     size_t most = 0;
