@@ -54,11 +54,11 @@ def test_what_follows_the_tensors_is_keyword_only(name):
 @pytest.mark.parametrize(
     ("name", "keyword", "ours"),
     (
-        ("flash_attn", "causal", "is_causal is what says it here"),
-        ("flash_attn", "softmax_scale", "scale is what says it here"),
-        ("flash_attn", "window_size", "window_left and window_right are what says it here"),
-        ("flash_attn", "attention_mask", "attn_mask is what says it here"),
-        ("flash_attn", "dropout", "dropout_p is what says it here"),
+        ("flash_attn", "causal", "use is_causal"),
+        ("flash_attn", "softmax_scale", "use scale"),
+        ("flash_attn", "window_size", "use window_left and window_right"),
+        ("flash_attn", "attention_mask", "use attn_mask"),
+        ("flash_attn", "dropout", "use dropout_p"),
         ("paged_attn", "dropout_p", "there is no dropout"),
         ("flash_attn", "enable_gqa", "leave it out"),
         ("flash_attn", "return_attn_probs", "return_lse is"),
