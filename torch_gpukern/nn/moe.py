@@ -64,7 +64,7 @@ def grouped_experts(
         up: [E, H, I] in x's dtype, any strides (``w.mT`` of weights stored as in nn.Linear). A
             quantised module passes its weights in few bits for up and down.
         down: [E, I', H], any strides; gate maps I columns to I'.
-        gate: a function of rows [R, I] that treats each row alone.
+        gate: a function of rows [R, I] that treats each row on its own.
         up_bias, down_bias: [E, I] and [E, H].
         after: a function applied to each expert's result [R, H] before it is weighted.
 
