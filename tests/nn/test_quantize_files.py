@@ -103,7 +103,7 @@ def test_what_is_refused(tmp_path, capsys):
         ),
         (
             lambda: gnn.quantize_directory(tmp_path / "plain", tmp_path / "x", "w3"),
-            "recipe w3 is none; expected one of fp8, ",
+            "recipe w3 does not exist; expected one of fp8, ",
         ),
         (lambda: gnn.quantize_directory(tmp_path, tmp_path / "x", "w8"), "has no \\*.safetensors"),
         (
