@@ -3,8 +3,8 @@
 FLOPs.
 
 Options describe the call. Every op of `torch_gpukern.EXPLAINED` has an entry in `CALLS`: its
-options, and a function that makes the op's arguments from them. The options do not cover all
-arguments of an op, such as sinks; `torch_gpukern.explain` takes them all.
+options, and a function that makes the op's arguments from them. Some arguments, such as sinks, have
+no option. `torch_gpukern.explain` takes all arguments.
 """
 
 import argparse
@@ -35,15 +35,16 @@ _GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nv
 
 @dataclass(frozen=True)
 class Call:
-    """An op of the command.
+    """How the command describes calls of an op.
 
     Attributes:
         sizes: the names of positional number options.
         dtypes: the choices of --dtype, the CPU's default first.
         add: adds further options.
-        make: makes the op's positional and keyword arguments from the options. Explaining reads
-            only shapes and lengths. A measured call has normally distributed values, or codes of 1.
-        tiles: the names of a tile's four numbers.
+        make: makes the op's positional and keyword arguments from the options. `explain` reads only
+            shapes and lengths, so values are written only for a measured call: normally
+            distributed ones, or codes of 1.
+        tiles: the names of the four numbers in explain's "tile"; "" for one that is not used.
     """
 
     sizes: str
@@ -218,7 +219,7 @@ def _weight(args: argparse.Namespace) -> tuple[list, dict]:
     tile = 4096 if args.format in ("int8", "e4m3") else 2048
     packed = _filled(args, 0x11, -(-n // 64), -(-k // 64), tile, dtype=torch.uint8)
     a = _dense(args, m, k)
-    # the dtypes of the scales that `gpukern.nn.quantize` makes
+    # the dtypes of the scales that `torch_gpukern.nn.quantize` makes
     dtype = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(args.format, a.dtype)
     scale = _filled(args, 1, -(-k // group), n, dtype=dtype)
     zero = _filled(args, 8, -(-k // group), n, dtype=torch.uint8)
@@ -255,7 +256,8 @@ def _grouped(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _sparse(args: argparse.Namespace) -> tuple[list, dict]:
-    """Each four elements of w keep the first two. Their places 0 and 1, two bits each, give 4."""
+    """w keeps the first two of every four elements. `meta` stores their places, 0 and 1, in two bits
+    each: the number 4, twice in a byte."""
     m, n, k = args.m, args.n, args.k
     make = _codes if args.dtype in _CODES else _dense
     meta = _filled(args, 0x44, n, -(-k // 8), dtype=torch.uint8)
@@ -433,7 +435,7 @@ def _default_dtype(call: Call, gpu: bool) -> str:
 
 
 def _microseconds(us: float) -> str:
-    """A time with one digit behind the point, or with two digits that are not 0 if it is below 1."""
+    """A time with one decimal, or with two significant digits if it is below 1."""
     return f"{us:.1f}" if us >= 1 else f"{us:.2g}"
 
 
@@ -443,7 +445,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.arch and (args.measure or args.device != "cpu"):
         raise ValueError(
-            "--arch describes a GPU that need not exist: it takes neither --device nor --measure"
+            "--arch describes a GPU that need not exist; leave out --device and --measure, or --arch"
         )
     with _in_memory():
         call, rules = CALLS[args.op].make(args)

@@ -23,7 +23,7 @@ class Stream:
         self.first = 0  # tokens before it are text that is known
         self.known = 0  # characters of the text of tokens[first:] that were taken
         self.length = 0  # characters of all tokens that were taken
-        self.held = ""  # text that may be the beginning of a stop string
+        self.withheld = ""  # text that may be the beginning of a stop string
         self.stopped = False
 
     def add(self, new: Sequence[int], last: bool = False) -> str:
@@ -63,7 +63,7 @@ class Stream:
                 return
 
     def _until_stop(self, fresh: str, last: bool) -> str:
-        text = self.held + fresh
+        text = self.withheld + fresh
         ends = [at for at in map(text.find, self.stop) if at >= 0]
         # the longest end of the text that may become a stop string
         open_ = (
@@ -74,7 +74,7 @@ class Stream:
             )
         )
         if ends and min(ends) <= len(text) - open_:
-            self.stopped, self.held = True, ""
+            self.stopped, self.withheld = True, ""
             return text[: min(ends)]
-        self.held = text[len(text) - open_ :]
+        self.withheld = text[len(text) - open_ :]
         return text[: len(text) - open_]
