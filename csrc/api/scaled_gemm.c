@@ -43,7 +43,7 @@ gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args 
     GK_TRY(gk_take(io, "b", b, GK_ANY_STRIDES));
     GK_TRY(gk_check_codes(io, "b", b));
     GK_REQUIRE((a->dtype == GK_I8) == (b->dtype == GK_I8),
-               "b has dtype %s, a has %s; int8 goes with int8 alone", gk_dtype_name(b->dtype),
+               "b has dtype %s, a has %s; int8 goes only with int8", gk_dtype_name(b->dtype),
                gk_dtype_name(a->dtype));
     GK_TRY(gk_check_dims("b", b, 2, "[K, N]"));
     GK_REQUIRE(b->shape[0] == a->shape[1], "b has %lld rows, a has %lld columns; they must match",

@@ -97,7 +97,8 @@ DECLARE(adamw)
 #define EVERY_ISA(stem)                                                                         \
     INSTANCE(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
-/* in each ISA `first` stands before `second`: `first` serves the calls that it can plan */
+/* For each instruction set `first` comes before `second`, so it serves the calls that it can plan.
+ */
 #define EITHER(first, second)                                                      \
     INSTANCE(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                       \
         INSTANCE(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                  \
@@ -133,7 +134,8 @@ static const gk_cpu_instance flash_attn_fwd_instances[] = {
 static const gk_cpu_instance flash_attn_bwd_instances[] = {
     ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd), REF_INSTANCE(flash_attn_bwd)};
 static const gk_cpu_instance flash_attn_fp8_instances[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
-/* ref/ also serves masks over new tokens, in every dtype; torch_gpukern composes such calls */
+/* ref/ also serves masks over new tokens, in every dtype. It is for C programs: torch_gpukern makes
+ * such a call of two other ones. */
 static const gk_cpu_instance paged_attn_instances[] = {
     ON_TILES(paged_attn) EVERY_ISA(paged_attn),
     REF_INSTANCE(paged_attn),
@@ -151,7 +153,7 @@ static const gk_cpu_instance dequantize_instances[] = {EVERY_ISA(dequantize),
                                                        REF_INSTANCE(dequantize)};
 static const gk_cpu_instance scaled_gemm_instances[] = {TILES_OF(scaled_gemm, GK_I8)
                                                             EVERY_ISA_OF_INT8(scaled_gemm)};
-/* packing involves no arithmetic, so ref/ serves every dtype */
+/* packing involves no arithmetic, so ref/ is fast enough for every dtype */
 static const gk_cpu_instance pack_weight_instances[] = {
     {"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
     {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
@@ -183,7 +185,7 @@ static const gk_cpu_instance cross_entropy_bwd_instances[] = {EVERY_ISA(cross_en
                                                               REF_INSTANCE(cross_entropy_bwd)};
 static const gk_cpu_instance kl_div_instances[] = {EVERY_ISA(kl_div), REF_INSTANCE(kl_div)};
 static const gk_cpu_instance dropout_instances[] = {EVERY_ISA(dropout), REF_INSTANCE(dropout)};
-/* no arithmetic either: ref/ serves it */
+/* no arithmetic either, so ref/ serves it */
 static const gk_cpu_instance attn_mask_instances[] = {
     {"attn_mask", GK_I32, GK_ISA_BASE, &attn_mask_ref}};
 /* ref/ serves every dtype, because its bits are what the op promises */
