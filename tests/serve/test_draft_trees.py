@@ -288,8 +288,8 @@ def test_a_request_behind_the_window_has_one_branch(kind):
     trees = []
     begin = model.begin
 
-    def watched(handles, counts, mask=None):
-        begin(handles, counts, mask)
+    def watched(handles, counts, mask=None, rows=None):
+        begin(handles, counts, mask, rows)
         trees.append(mask is not None)
 
     model.begin = watched
@@ -334,45 +334,9 @@ def test_other_ranks_copy_the_same_tokens(net, monkeypatch):
     assert torch.equal(first.cache.v, second.cache.v)
 
 
-class Gated(TransformersModel):
-    """Says that steps of one token each are captured, as on CUDA, and captures none."""
-
-    asked = True
-
-    def captures(self, counts):
-        return self.asked and max(counts) == 1
-
-    def begin(self, *args):
-        self.asked = False
-        super().begin(*args)
-        self.asked = True
-
-
-@pytest.mark.parametrize("branches", (2, 4))
-def test_drafts_beside_captured_steps_are_as_long_as_what_pays(net, wanted, branches):
-    """There are none until some would have been right in a row. The first then has as many tokens."""
-    (prompt,) = prompts_of(30, seed=1)
-    model = Gated(net, 16)
-    model.captured_batch = 4
-    engine = Engine(model, max_drafts=4, draft_branches=branches)
-    request = engine.submit(Request(prompt, max_tokens=60))
-    longest, begin = [], engine._begin
-
-    def watched(chunks):
-        longest.append(max(chunk.draft.depths[-1] if chunk.draft else 0 for chunk in chunks))
-        begin(chunks)
-
-    engine._begin = watched
-    run(engine)
-    assert request.answer == wanted(prompt, 60) and all_free(engine)
-    first = next(i for i, n in enumerate(longest) if n)
-    assert first > 3 and longest[first] >= 2 and engine.metrics.accepted > 5
-
-
 @pytest.mark.gpu
 def test_captured_steps_beside_branches():
-    """Steps with branches are not captured, and come where they pay. Tables of captured steps are as
-    wide as the longest sequence may be, and trees have been longer."""
+    """Without `prepare` steps with branches are not captured, and come where they pay."""
     net = random_llama("tiny", "cuda")
     patch(net, say=None)
     model = TransformersModel(net, 64, captured_batch=4)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# The share of guesses that are right: before the first one, and how much the newest one counts.
+RIGHT, NEWEST = 0.5, 0.125
 LOOKED = 16  # matches of an n-gram that are looked at for further branches
 
 
@@ -117,12 +119,20 @@ class NGrams:
         self.known = 0
         self.guesses: set[int] | None = None  # what drafts say of the token at `at`
         self.at = self.run = 0
+        self.right = RIGHT  # the share of guesses that were right, the newer ones counting more
+
+    def expected(self, most: int) -> float:
+        """How many tokens of a draft of at most so many will be right, if each is as often right as
+        those were that `streak` has seen; 0 if there is no draft."""
+        return sum(self.right**n for n in range(1, most + 1)) if self.guesses else 0.0
 
     def streak(self, tokens: list[int], branches: int = 1) -> int:
         """How many tokens in a row drafts would have been right up to now; 0 if there is no draft
         of the next token. Call it whenever tokens has grown."""
         if self.guesses is not None:
-            self.run = self.run + len(tokens) - self.at if tokens[self.at] in self.guesses else 0
+            right = tokens[self.at] in self.guesses
+            self.run = self.run + len(tokens) - self.at if right else 0
+            self.right += NEWEST * (right - self.right)
         draft = self.draft(tokens, 1, branches)
         self.guesses, self.at = set(draft.tokens) if draft else None, len(tokens)
         return self.run if draft else 0

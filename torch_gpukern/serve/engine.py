@@ -35,14 +35,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..paged.kv_cache import OutOfPages
+from .captured import FREE_TOKENS
 from .drafts import Draft, mask_of
 from .metrics import Metrics
 from .request import Busy, Request, Scores
 from .sampling import Drawn, Place, Sampler
 
-# A step with drafts takes so many times a captured one (14.3 ms and 5.8, 64 requests on an 8B model
-# in bfloat16, H200). If drafts cannot add more tokens than that, there are none.
-DRAFTED_COST = 2.5
 # Drafts have one branch beside a longer chunk of a prompt: a mask has a column for each of its
 # tokens, and a row for each token of the step.
 LONGEST_CHUNK_BESIDE_BRANCHES = 64
@@ -422,15 +420,17 @@ class Engine:
     def _plan(self) -> list[Chunk]:
         """The chunks of the next step, whose pages are reserved."""
         chunks = self._chunks()
-        room = self.max_step_tokens - sum(chunk.count for chunk in chunks)
-        longest = max((chunk.count for chunk in chunks), default=0)
-        if longest == 1 and self.model.captures([1] * len(chunks)) and not self._would_draft:
-            room = 0  # for drafts, which no captured step has
+        counts = [chunk.count for chunk in chunks]
+        room = self.max_step_tokens - sum(counts)
+        longest = max(counts, default=0)
+        if chunks and self.model.captures(counts):
+            # A captured step has drafts where they pay, and none beside a prompt.
+            most = self.model.draft_room(len(chunks)) or room
+            room = min(room, most) if longest == 1 and self._would_draft else 0
         for chunk in chunks:
             request = chunk.request
             most = min(
-                self.max_drafts,
-                request.drafts,
+                self._most(request, len(chunks)),
                 room,
                 (request.max_tokens or 0) - request.answered - 1,
             )
@@ -453,6 +453,15 @@ class Engine:
                 chunks = [chunk for chunk in chunks if chunk.request is not youngest]
         return chunks
 
+    def _most(self, request: Request, requests: int) -> int:
+        """How many tokens a branch of the request's draft may have in a step of so many requests:
+        one more than were right the last time. If all drafts fit into a captured step that takes no
+        longer for its tokens, they have their full length."""
+        tokens = requests * (1 + self.max_drafts * self.draft_branches)
+        if tokens <= FREE_TOKENS and self.model.draft_room(requests):
+            return self.max_drafts
+        return min(self.max_drafts, request.drafts)
+
     def _branches(self, request: Request, longest: int, most: int) -> int:
         """How many branches of `most` tokens a draft of the request may have, in a step whose
         longest chunk has so many tokens."""
@@ -468,11 +477,14 @@ class Engine:
         """Reserves the pages of a step; OutOfPages where they are too few."""
         handles = [c.request.handle for c in chunks]
         counts = [c.count + len(c.draft) for c in chunks]
+        if not any(c.draft for c in chunks):
+            self.model.begin(handles, counts)
+            return
+        mask = None
         if any(c.draft.branches for c in chunks):
             mask = mask_of([c.count for c in chunks], [c.draft for c in chunks])
-            self.model.begin(handles, counts, mask)
-        else:
-            self.model.begin(handles, counts)
+        rows = sum(1 + len(c.draft) for c in chunks if c.ends)
+        self.model.begin(handles, counts, mask, rows)
 
     def _answers(self, flight: Flight) -> list[Answer]:
         """What the requests of a step get that were not ended since it was launched."""
@@ -507,7 +519,9 @@ class Engine:
     def _take(self, flight: Flight) -> None:
         """Counts what a step has written, and gives each request its new tokens: drafts as far as
         they were right, and one more."""
-        gain = 0  # tokens that drafts may add to the next step
+        gain = 0.0  # tokens that drafts may add to the next step
+        drafted = 0  # the most that it may have
+        n = len(flight.chunks)
         answers = self._answers(flight)
         self._keep([answer for answer in answers if answer.chunk.draft])
         now = time.perf_counter()
@@ -530,11 +544,16 @@ class Engine:
                 self._tell(request, new, None)
                 if self.max_drafts and self.model.captured_batch:
                     streak = request.ngrams.streak(request.tokens, self.draft_branches)
-                    streak = min(streak, self.max_drafts)
-                    gain += streak
                     # or the next draft would be shorter than what it is expected to add
-                    request.drafts = max(request.drafts, streak)
-        self._would_draft = gain > (DRAFTED_COST - 1) * len(flight.chunks)
+                    request.drafts = max(request.drafts, min(streak, self.max_drafts))
+                    most = self._most(request, n)
+                    if expected := request.ngrams.expected(most):
+                        gain += expected
+                        drafted += most
+        room = self.model.draft_room(n)
+        if 0 < room < drafted:
+            gain *= room / drafted
+        self._would_draft = gain > 0 and gain > (self.model.drafted_cost(n, drafted) - 1) * n
 
     def _keep(self, answers: list[Answer]) -> None:
         """Takes the drafted tokens that were wrong back, and copies the right ones together."""

@@ -88,7 +88,8 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
             itemsize=(dtype or next(net.parameters()).dtype).itemsize,
             batch=what.batch,
             step_tokens=what.step_tokens,
-            drafts=what.drafts * what.draft_branches,
+            drafts=what.drafts,
+            branches=what.draft_branches,
             ranks=what.ranks,
         )
     model = served(net, pages, dtype=dtype, scales=scales, ranks=what.ranks)
