@@ -27,8 +27,11 @@ CAPTURED_BATCH = 256  # requests of the largest captured step
 # tokens of an 8B model takes the device about as long as its launches take the host, so a graph of
 # more would gain nothing.
 CAPTURED_TOKENS = 256
-# Up to so many tokens a step is bound by reading the weights: fewer tokens take as long.
+# Up to so many tokens a step is bound by reading the weights, and it takes longer with each further
+# 64: an 8B model without keys takes 4.2 ms for 5 tokens, 4.5 for 64, 5.4 for 72 to 128, 6.9 for 192,
+# 7.3 for 256 (bfloat16, H200).
 FREE_TOKENS = 64
+DRAFT_TOKENS = (64, 128, 192, CAPTURED_TOKENS)
 PROMPT_TOKENS = (64, 128, 192, CAPTURED_TOKENS)
 # Requests of captured steps with prompts, and the fewest tokens of such a step. One request is a
 # size of its own, because attention then takes the kernel for prompts.
@@ -73,26 +76,19 @@ def decoding(batch: int) -> list[Shape]:
 
 
 def drafted(batch: int, drafts: int, branches: int) -> list[Shape]:
-    """For each number of requests a step with all drafts. If that has more than FREE_TOKENS, there
-    are steps of halves of it, because most drafts are shorter. One step of CAPTURED_TOKENS serves
-    all numbers of requests that may need so many."""
+    """For few requests a step with all drafts, one for each number of them. For more, steps of
+    DRAFT_TOKENS, each for all numbers of requests that leave a third of it for drafts."""
+    if not drafts:
+        return []
     longest = 1 + drafts * branches
     columns = longest if branches > 1 else 0
-    shapes, most = [], 0
-    for n in sizes_upto(batch) if drafts else ():
-        tokens = n * longest
-        if tokens >= CAPTURED_TOKENS:
-            tokens = CAPTURED_TOKENS
-            most = n if 2 * tokens >= 3 * n else most
-            tokens = tokens // 2
-        while 2 * tokens >= 3 * n:
-            shapes.append(Shape(n, tokens, longest, tokens, columns))
-            if tokens <= FREE_TOKENS:
-                break
-            tokens = -(-tokens // 2)
-    if most:
-        shapes.append(Shape(most, CAPTURED_TOKENS, longest, CAPTURED_TOKENS, columns))
-    return shapes
+    sizes = sizes_upto(batch)
+    shapes = [(n, n * longest) for n in sizes if n * longest <= FREE_TOKENS]
+    for tokens in DRAFT_TOKENS:
+        most = max((n for n in sizes if 3 * n <= 2 * tokens), default=0)
+        if most * longest > tokens - FREE_TOKENS and most * longest > FREE_TOKENS:
+            shapes.append((most, tokens))
+    return [Shape(n, tokens, longest, tokens, columns) for n, tokens in shapes]
 
 
 def prompted(batch: int) -> list[Shape]:

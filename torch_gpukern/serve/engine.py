@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..paged.kv_cache import OutOfPages
 from .captured import FREE_TOKENS
+from .costs import Costs
 from .drafts import Draft, mask_of
 from .metrics import Metrics
 from .request import Busy, Request, Scores
@@ -82,6 +83,7 @@ class Flight(NamedTuple):
     drawn: Drawn | None  # a token for each chunk that ends, and for each drafted one
     tokens: int
     began: float
+    graph_ms: float | None  # what its graph takes before there are keys; None if it has none
 
 
 class Numbers(NamedTuple):
@@ -145,6 +147,7 @@ class Engine:
         self.running: list[Request] = []  # the oldest first
         self.sampler = Sampler(max_batch, model.vocab, model.device)
         self.metrics = Metrics()
+        self.costs = Costs(model)
         self._work = threading.Condition()  # its lock is reentrant
         self._thread: threading.Thread | None = None
         self._closing = self._draining = False
@@ -263,13 +266,22 @@ class Engine:
         self._flight = self._follow(flight)
         self._take(flight)
         now = time.perf_counter()
-        self.metrics.step(
-            now - max(flight.began, self._taken),
-            flight.tokens,
-            self.used_pages / self.cache.num_blocks,
-        )
+        seconds = now - max(flight.began, self._taken)
+        used = self.used_pages / self.cache.num_blocks
+        self.metrics.step(seconds, flight.tokens, used)
+        self._learn(flight, seconds)
         self._taken = now
         return True
+
+    def _learn(self, flight: Flight, seconds: float) -> None:
+        """Tells the costs of a step of decoding requests. One without drafts counts if it was
+        launched ahead, where the model can do that."""
+        drafted = sum(len(chunk.draft) for chunk in flight.chunks)
+        ahead = flight.began < self._taken
+        if flight.graph_ms is None or flight.tokens != len(flight.chunks) + drafted:
+            return
+        if drafted or ahead or not self.model.follows:
+            self.costs.took(seconds, flight.graph_ms, len(flight.chunks), drafted)
 
     def _launch(self, chunks: list[Chunk], known: Drawn | None = None) -> Flight:
         """A batch whose pages are reserved. known: the tokens of the step before."""
@@ -298,7 +310,8 @@ class Engine:
             tokens = self._tokens(chunks, ids, starts, known.tokens)
             logits = self.model.forward(tokens, positions, rows, starts, [])
         drawn = self.sampler.draw(logits, places, self.model.best) if rows else None
-        return Flight(chunks, drawn, len(ids), began)
+        graph = self.model.graph
+        return Flight(chunks, drawn, len(ids), began, None if graph is None else graph.ms)
 
     def _tokens(
         self, chunks: list[Chunk], ids: list[int], starts: list[int], known: Tensor
@@ -421,23 +434,30 @@ class Engine:
         """The chunks of the next step, whose pages are reserved."""
         chunks = self._chunks()
         counts = [chunk.count for chunk in chunks]
-        room = self.max_step_tokens - sum(counts)
         longest = max(counts, default=0)
+        wanted = [
+            min(self.max_drafts, chunk.request.drafts)
+            if chunk.ends and chunk.request.answered
+            else 0
+            for chunk in chunks
+        ]
+        room, spare = self.max_step_tokens - sum(counts), 0
         if chunks and self.model.captures(counts):
-            # A captured step has drafts where they pay, and none beside a prompt.
-            most = self.model.draft_room(len(chunks)) or room
-            room = min(room, most) if longest == 1 and self._would_draft else 0
-        for chunk in chunks:
+            # A captured step has drafts where they pay, and none beside a prompt. What its graph has
+            # room for, it takes no longer for.
+            captured = self.model.draft_room(len(chunks), sum(wanted))
+            room = min(room, captured or room) if longest == 1 and self._would_draft else 0
+            spare = max(room - sum(wanted), 0) if captured else 0
+        for chunk, its in zip(chunks, wanted, strict=True):
             request = chunk.request
-            most = min(
-                self._most(request, len(chunks)),
-                room,
-                (request.max_tokens or 0) - request.answered - 1,
-            )
-            if chunk.ends and most > 0 and request.answered:
+            left = (request.max_tokens or 0) - request.answered - 1
+            most = min(self.max_drafts, its + spare, room, left)
+            if its > 0 and most > 0:
                 branches = self._branches(request, longest, most)
-                chunk.draft = request.ngrams.draft(request.tokens, most, branches, room)
-                room -= len(chunk.draft)
+                whole = min(room, its + spare) if spare else room
+                chunk.draft = request.ngrams.draft(request.tokens, most, branches, whole)
+            room -= len(chunk.draft)
+            spare = max(spare + its - len(chunk.draft), 0) if spare else 0
         chunks = self._in_order(chunks)
         while chunks:
             try:
@@ -454,9 +474,8 @@ class Engine:
         return chunks
 
     def _most(self, request: Request, requests: int) -> int:
-        """How many tokens a branch of the request's draft may have in a step of so many requests:
-        one more than were right the last time. If all drafts fit into a captured step that takes no
-        longer for its tokens, they have their full length."""
+        """How many tokens a branch of the request's next draft will have: one more than were right
+        the last time, or all where a captured step has room for everybody's."""
         tokens = requests * (1 + self.max_drafts * self.draft_branches)
         if tokens <= FREE_TOKENS and self.model.draft_room(requests):
             return self.max_drafts
@@ -553,7 +572,7 @@ class Engine:
         room = self.model.draft_room(n)
         if 0 < room < drafted:
             gain *= room / drafted
-        self._would_draft = gain > 0 and gain > (self.model.drafted_cost(n, drafted) - 1) * n
+        self._would_draft = gain > 0 and gain > (self.costs.ratio(n, drafted) - 1) * n
 
     def _keep(self, answers: list[Answer]) -> None:
         """Takes the drafted tokens that were wrong back, and copies the right ones together."""

@@ -37,12 +37,6 @@ LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
 # New tokens of a request from which on a step expands latents. For fewer the further launches cost
 # more than the arithmetic that they save.
 EXPANDED_TOKENS = 256
-# A step with drafts takes so many times one without if it is not captured and that one is (14.3 ms
-# and 5.8, 64 requests on an 8B model in bfloat16, H200).
-EAGER_COST = 2.5
-# What the host adds to a captured step that is not launched ahead, in ms, and for each request of a
-# step with drafts.
-HOST_MS, HOST_MS_EACH = 0.5, 0.015
 
 
 class Step:
@@ -160,20 +154,20 @@ class Model:
         graph."""
         return self.shape_of(counts, len(counts)) is not None
 
-    def draft_room(self, requests: int) -> int:
-        """How many drafted tokens a captured step of so many requests may have."""
-        shape = self.shapes.draft(requests, CAPTURED_TOKENS) if self.captured_batch else None
+    def draft_room(self, requests: int, drafted: int = CAPTURED_TOKENS) -> int:
+        """How many drafted tokens fit into the captured step that so many requests with so many
+        drafted tokens take, or into the largest."""
+        shape = self.shapes.draft(requests, drafted) if self.captured_batch else None
         return 0 if shape is None else shape.tokens - requests
 
-    def drafted_cost(self, requests: int, drafted: int) -> float:
-        """How many times as long a step takes with so many drafted tokens as without any."""
-        plain = self.shape_of([1] * requests, requests)
-        shape = self.shapes.draft(requests, drafted)
-        if plain not in self.graphs or shape not in self.graphs:
-            return EAGER_COST
-        host = HOST_MS + HOST_MS_EACH * requests
-        before = self.graphs[plain].ms + (0 if self.follows else host)
-        return (self.graphs[shape].ms + host) / before
+    def graph_ms(self, requests: int, drafted: int) -> float | None:
+        """What the graph takes of a step of requests with one token each and so many drafted ones,
+        before they have keys. None if it is not captured."""
+        shape = self.shape_of([1] * requests, requests)
+        if drafted and shape is not None:
+            shape = self.shapes.draft(requests, drafted)
+        graph = self.graphs.get(shape) if shape is not None else None
+        return None if graph is None else graph.ms
 
     def shares_prefixes(self, counts: list[int]) -> bool:
         """Whether requests of such a step that share pages read them once. Other ranks have no
