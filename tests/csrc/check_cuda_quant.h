@@ -250,13 +250,15 @@ static void grouped_draw(gk_dtype dtype, bool large) {
         .size = sizeof q.args.grouped, .a = q.a.t, .b = q.b.t, .offs = q.offs.t, .out = q.out.t};
     q.args.grouped.scale_a = eight ? &q.sa.t : NULL;
     q.args.grouped.scale_b = eight ? &q.sb.t : NULL;
+    if (eight && dtype != GK_I8 && !blocks && check_below(2)) q.args.grouped.accumulate = GK_FAST;
     q.args.grouped.bias = check_below(2) ? &q.bias.t : NULL;
     q.args.grouped.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
     may_have_workspace = true;
-    say("%s%s activation %d strides a %lld,%lld b %lld,%lld",
+    say("%s%s fast %d activation %d strides a %lld,%lld b %lld,%lld",
         by_k ? "groups of k" : "groups of rows", blocks ? ", blocks" : "",
-        q.args.grouped.activation, (long long)q.a.t.stride[0], (long long)q.a.t.stride[1],
-        (long long)q.b.t.stride[q.b.t.ndim - 2], (long long)q.b.t.stride[q.b.t.ndim - 1]);
+        q.args.grouped.accumulate == GK_FAST, q.args.grouped.activation, (long long)q.a.t.stride[0],
+        (long long)q.a.t.stride[1], (long long)q.b.t.stride[q.b.t.ndim - 2],
+        (long long)q.b.t.stride[q.b.t.ndim - 1]);
     TO_DEVICE(q.args.grouped);
 }
 

@@ -279,6 +279,23 @@ def test_scales_of_int8_along_k(device):
     assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), **how) + 0)
 
 
+def test_fast_sums_of_small_integers(device):
+    """Sums of at most 2560, which 13 bits hold, in any grouping of k."""
+    gen = generator("grouped fast")
+    for ends, (k, n) in itertools.product(GROUPS, ((144, 392), (640, 70))):
+        m, groups, end = 700, len(ends), offs(ends, device)
+        a, b = whole(gen, (m, k), E4M3, device), whole(gen, (groups, n, k), E4M3, device).mT
+        a[ends[-1] :] = behind(E4M3)
+        how = dict(
+            scale_a=powers(gen, (m, 1), device),
+            scale_b=powers(gen, (groups, 1, n), device),
+            bias=whole(gen, (n,), torch.float32, device),
+            out_dtype=torch.float32,
+        )
+        got = torch_gpukern.grouped_gemm(a, b, end, **how, accumulate="fast")
+        assert_bits(got + 0, reference.grouped_gemm(a, b, end, **how) + 0)
+
+
 def test_what_int8_refuses(device):
     a, b = torch.ones(4, 16, dtype=I8, device=device), torch.ones(1, 16, 8, device=device)
     end, one = torch.tensor([4], dtype=torch.int32, device=device), torch.ones((), device=device)
@@ -436,12 +453,12 @@ def test_kernels_of_gpus_without_wgmma(dtype, name):
 @pytest.mark.skipif(
     not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
 )
-def test_kernels_of_int8():
+def test_kernels_of_8_bits():
     one = torch.ones(())
 
-    def row(a, b, arch, scale=one):
+    def row(a, b, arch, scale=one, **more):
         ends = torch.zeros(3, dtype=torch.int32)
-        how = dict(scale_a=scale, scale_b=one, arch=arch)
+        how = dict(scale_a=scale, scale_b=one, arch=arch) | more
         return torch_gpukern.explain("grouped_gemm", a, b, ends, **how)["instance"]
 
     a, b = torch.empty(64, 256, dtype=I8), torch.empty(3, 128, 256, dtype=I8).mT
@@ -453,6 +470,11 @@ def test_kernels_of_int8():
         assert row(a[:, 1:], b[:, 1:], arch) == "grouped_gemm_plain_i8"
         assert row(a, b, arch, blocks) == "grouped_gemm_plain_i8"
         assert row(a, b[0], arch) == "grouped_gemm_plain_i8"
+    a, b = a.to(E4M3), b.to(E4M3)
+    name = "grouped_gemm_fp8_sm90a_e4m3"
+    assert row(a, b, "sm_90") == f"{name}_256x128"
+    assert row(a, b, "sm_90", blocks) == f"{name}_block_256x128"
+    assert row(a, b, "sm_90", accumulate="fast") == f"{name}_fast_256x128"
 
 
 def test_fast_sums_are_of_one_scale_along_k(device):

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm_fp8_sm90a: grouped_gemm of e4m3 on Hopper, for groups of rows, with sums in two
- * levels (grouped.cuh; scaled_wide.cuh sums the same way).
+ * levels (grouped.cuh; scaled_wide.cuh sums the same way). The fast mode has one level
+ * (grouped_one_sum.cuh).
  *
  *   out[rows of g] = activation(sum over blocks of k of scale_a scale_b (a[rows of g] b[g]) + bias)
  *
@@ -13,8 +14,7 @@
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Refuses: e5m2, groups of k; along k, scales
  * of single columns, for 32 of k, or powers of two in a byte (grouped_gemm_plain). */
 #include "../../core/invariant.h"
-#include "../ptx/wgmma_8bit.cuh"
-#include "grouped.cuh"
+#include "grouped_one_sum.cuh"
 
 namespace {
 
@@ -141,7 +141,8 @@ bool few_elements(const gk_tensor &t) {
 }
 
 enum {
-    KEY_BLOCKS /* scales by block */
+    KEY_BLOCKS, /* scales by block */
+    KEY_FAST    /* one sum over all of k, for fast calls alone */
 };
 
 bool plan_fp8(const gk_cuda_instance *instance, const gk_context *, const void *args,
@@ -151,6 +152,7 @@ bool plan_fp8(const gk_cuda_instance *instance, const gk_context *, const void *
     const gk_scales sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
     const gk_scales sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[g->b.ndim - 1], true);
     const bool blocks = sa.col_log2 <= 7 || sb.row_log2 <= 7;
+    if (instance->key[KEY_FAST] && g->accumulate != GK_FAST) return false;
     if (sa.dtype != GK_F32 || sb.dtype != GK_F32 || blocks != (bool)instance->key[KEY_BLOCKS])
         return false;
     if (blocks && (sa.col_log2 < 7 || sb.row_log2 < 7 || sb.col_log2 < 7)) return false;
@@ -171,6 +173,12 @@ gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, 
 }
 
 const gk_cuda_instance instances[] = {
+    {"grouped_gemm_fp8_sm90a_e4m3_fast_256x128",
+     GK_E4M3,
+     plan_fp8,
+     run_fp8<OneSum<e4m3, float>>,
+     {0, 1},
+     NULL},
     {"grouped_gemm_fp8_sm90a_e4m3_256x128", GK_E4M3, plan_fp8, run_fp8<Kind<false>>, {0}, NULL},
     {"grouped_gemm_fp8_sm90a_e4m3_block_256x128",
      GK_E4M3,
