@@ -2077,7 +2077,7 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
         cut = mailboxes._Chunk.cut
 
         def __init__(self, *_):
-            self.size, self.free = mailboxes.chunk_bytes(2), 0
+            self.size, self.used = mailboxes.chunk_bytes(2), 0
             handle = SimpleNamespace(
                 get_buffer=lambda rank, shape, dtype, place: (rank, place, place + shape[0])
             )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is served, from a model's directory: the network and its end tokens for the engine's process,
-the tokenizer for HTTP's."""
+"""Loads a model's directory: the network and its end tokens for the process of the engine, the tokenizer
+for the process of HTTP."""
 
 from __future__ import annotations
 

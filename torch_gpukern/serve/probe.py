@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a network computes over pages what it computes alone.
+"""Checks that a network gives the same logits over pages as without a cache.
 
-Some models of transformers attend by code of their own, find positions in a mask, or keep other
-states than keys and values. Over pages they would answer, and answer wrongly. So two prompts run
-once when the server begins, packed and then a token each, and their logits are compared.
+Some models of transformers attend by code of their own, find positions in a mask, or keep other states
+than keys and values. Over pages they would give wrong answers without an error. So two prompts run once
+when the server starts: first both packed without their last tokens, then a step with the last tokens.
+Their logits are compared with those of the network without a cache and with eager attention.
 
-In 16 bits every other order of the same operations gives other logits: how far they are apart grows
-with the depth and the width of the model. So the network is also compared with itself, with
-transformers' eager attention and with another one. Pages may be TIMES as far from it. The measure
-is the root mean square difference over the standard deviation of the logits. The largest difference
-of all logits grows with their number: it was 0.27 for a model of 8e9 random weights in bfloat16.
+In 16 bits another order of the same operations gives other logits, and the difference grows with the
+depth and the width of the model. So eager attention is also compared with another attention of
+transformers. The logits over pages may differ TIMES as much as these two.
 
-A cache of latents in 8 bits is compared with the network whose latents are rounded alike. Rounding
-alone may send tokens to other experts: then the logits of a small random model are off by 0.2, and
-pages are off from them by 0.0003 in float32. So no allowance is made for these 8 bits.
+A difference is the root mean square over all logits, relative to their standard deviation. The largest
+difference would not do, because it grows with the number of logits: it was 0.27 for a model of 8e9 random
+weights in bfloat16.
+
+A cache of latents in 8 bits is compared with the network whose latents are rounded in the same way.
+Rounding may send tokens to other experts, which changed the logits of a small random model by 0.2. Over
+pages its logits then differed by 0.0003 in float32, so the 8 bits need no larger limit.
 
 Measured margins: docs/serving.md.
 """
@@ -32,11 +35,13 @@ from .fused import is_exact
 from .models import TransformersModel
 
 LENGTHS = (9, 6)  # of the prompts; the last token of each is decoded
-# How far the logits over pages may be off, as the root mean square over their standard deviation: a
-# floor for float32, one for fewer bits, how many times the network's own rounding, and a bound, above
-# which a wrong attention would not be told from rounding (unrelated logits are off by 1.4).
-EXACT, ROUNDED, TIMES, MOST = 2e-3, 0.03, 2.0, 0.7
-CODED = 3.0  # times as much with a cache of 8 bits: e4m3 was off by 4.4 times the rounding
+EXACT = 2e-3  # the difference that is allowed in float32
+ROUNDED = 0.03  # in fewer bits, at least this difference is allowed,
+TIMES = 2.0  # or this many times the difference between two attentions without a cache,
+MOST = 0.7  # but never more than this. (The difference between unrelated logits is 1.4.)
+# With 8-bit keys and values three times as much is allowed. (Measured: with e4m3 the difference was 4.4
+# times that between two attentions.)
+CODED = 3.0
 
 
 def served(
@@ -50,7 +55,7 @@ def served(
     """The network over pages. dtype, scales and ranks are those of TransformersModel.
 
     Raises:
-        ValueError: it does not run there, or its logits are others.
+        ValueError: it does not run over pages, or its logits differ.
     """
     name = type(net).__name__
     try:
@@ -89,7 +94,8 @@ def prompts_of(vocab: int) -> list[list[int]]:
 
 
 def over_pages(model: TransformersModel) -> Tensor:
-    """float32 [4, vocab]: the logits behind each prompt without its last token, then behind that."""
+    """float32 [4, vocab]: for each prompt the logits behind its last token but one, then for each
+    prompt those behind its last token."""
     prompts, cache = prompts_of(model.vocab), model.cache
     handles = [cache.allocate() for _ in prompts]
     try:
@@ -114,8 +120,8 @@ def apart(x: Tensor, y: Tensor) -> float:
 
 
 def most_off(net: Any, want: Tensor, *, coded: torch.dtype | None = None) -> float:
-    """How far logits over pages may be off. want: the logits of `alone` with eager attention.
-    coded: the dtype of a cache of 8 bits."""
+    """The difference that is allowed over pages. want: the logits of `alone` with eager attention.
+    coded: the dtype of an 8-bit cache, or None."""
     if is_exact(net) and coded is None:
         return EXACT
     most = max(ROUNDED, TIMES * rounding(net, want))
@@ -154,8 +160,8 @@ def _rounding(expand: Any) -> Any:
 
 
 def rounding(net: Any, want: Tensor) -> float:
-    """How far the network's logits are from themselves in another order of operations; 0 if it has
-    one attention alone."""
+    """The difference between the logits of eager attention and of another attention of transformers; 0 if
+    the network has only eager attention."""
     from ..integrations.transformers import register
 
     register()
@@ -169,7 +175,7 @@ def rounding(net: Any, want: Tensor) -> float:
 
 @torch.inference_mode()
 def alone(net: Any, vocab: int, way: str) -> Tensor:
-    """The same logits without a cache, by another attention of transformers."""
+    """The logits of `over_pages` without a cache, with the attention `way` of transformers."""
     before = net.config._attn_implementation
     net.set_attn_implementation(way)
     try:
