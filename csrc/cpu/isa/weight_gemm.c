@@ -348,7 +348,7 @@ static void run_groups(const gk_context *ctx, const gk_weight_gemm_args *g,
             x->large.p.m = rows;
             x->large.p.row0 = begin; /* scale_a is that of all rows */
             set_pointers(&x->large, &x->g);
-            tasks += quant_tasks(&x->large.p, wanted);
+            tasks += quant_tasks_of(&x->large.p, wanted);
         }
         begin = end;
     }
