@@ -278,6 +278,26 @@ def test_gradients(format, device):
         )
 
 
+@pytest.mark.parametrize("format", ("int4", "int8", "mxfp4"))
+def test_batch_invariant_rows(format, device):
+    """A row has the same bits in a group of any size, beside any other groups."""
+    n, k = 128, 256
+    gen = generator("invariant groups", format)
+    _, packed, scale, more = weights(gen, 3, n, k, format, 128, device)
+    a = randn(gen, 300, k, dtype=torch.bfloat16).to(device)
+
+    def call(rows, ends):
+        return torch_gpukern.weight_gemm(
+            rows, packed, scale, n, format, **more, offs=offs(ends, device)
+        )
+
+    with torch_gpukern.batch_invariant():
+        alone = call(a[:1], (0, 1, 1))
+        for size in (2, 8, 9, 33, 129, 250):
+            got = call(torch.cat([a[50:57], a[:size], a[:5]]), (7, 7 + size, 12 + size))
+            assert_bits(got[7:8], alone)
+
+
 def test_bad_ends(device):
     gen = generator("bad ends")
     _, packed, scale, _ = weights(gen, 3, 5, 32, "int4", 32, device)
