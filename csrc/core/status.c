@@ -34,10 +34,8 @@ const char *gk_device_error_text(gk_device_error kind) {
     case GK_BAD_CU_SEQLENS:
         return "flash_attn_varlen: cu_seqlens is expected to start at 0, not to decrease, to end "
                "within the tokens and "
-               "to hold sequences of at most max_seqlen; grouped_gemm: offs is expected not to "
-               "decrease and to end "
-               "within "
-               "what it groups";
+               "to hold sequences of at most max_seqlen; grouped_gemm and weight_gemm: offs is "
+               "expected not to decrease and to end within what it groups";
     case GK_BAD_SEQ_LENS:
         return "paged_attn: seq_lens is expected to be between a sequence's query tokens and what "
                "its row of "

@@ -90,7 +90,7 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
         }
         begin = end;
         grouped_job jb = {&p, workspace, quant_most_bytes(&x->p)};
-        const int64_t tasks = quant_tasks(&p, ctx);
+        const int64_t tasks = quant_tasks(&p, 2 * gk_num_threads(ctx));
         gk_parallel(ctx, tasks, grouped_task, &jb);
     }
     if (x->by_rows && begin < x->p.m)
