@@ -10,7 +10,6 @@
 
 #include "quant/weight_groups.cuh"
 #include "weight_form.cuh"
-#include "weight_price.cuh"
 
 /* The first row of a tile's box of tokens. TMA fills rows outside a tensor at a third of its speed,
  * so a box does not begin where it would end behind the last row. */

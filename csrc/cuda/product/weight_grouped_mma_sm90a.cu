@@ -2,6 +2,7 @@
 /* weight_grouped_mma_sm90a: weight_gemm for groups of at most some 16 rows of a, by mma.sync
  * (weight_mma.cuh). weight_grouped_wgmma_sm90a serves the same forms of weight, and this table
  * leaves it the calls for which it is expected to be faster. */
+#include "weight_grouped_price.cuh"
 #include "weight_mma.cuh"
 
 namespace {

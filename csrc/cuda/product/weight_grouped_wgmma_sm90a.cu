@@ -15,6 +15,7 @@
  * Workspace: none. Refused forms and operands: weight_form.cuh, and more than WEIGHT_MOST_GROUPS
  * groups. */
 #include "weight_grouped.cuh"
+#include "weight_grouped_price.cuh"
 #include "weight_wgmma.cuh"
 
 namespace {
