@@ -182,9 +182,13 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
 
 void gk_cost_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args *x, gk_explanation *out) {
     (void)ctx;
-    out->bytes = gk_tensor_bytes(&x->a) + gk_tensor_bytes(&x->packed) + gk_tensor_bytes(&x->scale) +
-                 gk_tensor_bytes(&x->out);
-    if (x->zero) out->bytes += gk_tensor_bytes(x->zero);
+    double weight = gk_tensor_bytes(&x->packed) + gk_tensor_bytes(&x->scale);
+    if (x->zero) weight += gk_tensor_bytes(x->zero);
+    /* at most as many groups have rows as there are rows */
+    const int64_t groups = x->offs ? x->offs->shape[0] : 1;
+    if (groups > 0)
+        weight *= (double)gk_min_i64(groups, x->offs ? x->a.shape[0] : 1) / (double)groups;
+    out->bytes = gk_tensor_bytes(&x->a) + weight + gk_tensor_bytes(&x->out);
     if (x->bias) out->bytes += gk_tensor_bytes(x->bias);
     out->flops = 2.0 * (double)gk_numel(&x->out) * (double)x->a.shape[x->a.ndim - 1];
 }

@@ -351,3 +351,11 @@ def test_opcheck_compile_autocast_and_explain(device):
     assert_bits(batched, torch.stack([run(x.detach(), until), run(-x.detach(), until)]))
     found = torch_gpukern.explain("weight_gemm", a, packed, scale, n, "uint4", **more, offs=ends)
     assert found["instance"].startswith("weight_gemm") and found["flops"] == 2 * 5 * n * k
+    one, two = (
+        torch_gpukern.explain(
+            "weight_gemm", a[:m], packed, scale, n, "uint4", **more, offs=ends.clamp(max=m)
+        )
+        for m in (1, 2)
+    )
+    each = sum(t.numel() * t.element_size() for t in (packed, scale, more["zero"])) // 3
+    assert two["bytes"] - one["bytes"] == each + 2 * (n + k)
