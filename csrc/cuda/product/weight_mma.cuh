@@ -93,6 +93,13 @@ struct WeightMmaTile {
     bool empty;           /* GROUPED: rows of no group */
 };
 template <class K>
+__device__ __forceinline__ int mma_tiles(const typename K::Params &p, const WeightGroupList *list) {
+    if constexpr (K::GROUPED)
+        return tasks_in(p.groups, *list);
+    else
+        return p.tiles;
+}
+template <class K>
 __device__ __forceinline__ WeightMmaTile mma_tile(const typename K::Params &p,
                                                   const WeightGroupList *list, int tile) {
     if constexpr (K::GROUPED) {
@@ -169,10 +176,10 @@ multiply_stage(float (&sum)[K::SUMS], NanRows<typename K::F> &nan, uint32_t whol
 
 /* ---- 2 producer and consumers ---------------------------------------------------------------- */
 template <class K>
-__device__ __forceinline__ void
-produce_weight_mma(const typename K::Params &p, const WeightGroupList *list,
-                   tma_ring<K::STAGES> &ring, smem_addr smem_s, int step0, int steps, int first,
-                   int stride, int tiles) {
+__device__ __forceinline__ void produce_weight_mma(const typename K::Params &p,
+                                                   const WeightGroupList *list,
+                                                   tma_ring<K::STAGES> &ring, smem_addr smem_s,
+                                                   int step0, int steps, int first, int stride) {
     typedef typename K::F F;
     const CUtensorMap *const a = !K::GROUPED && p.m < K::NT ? &p.w.a_end : &p.w.a;
     prefetch_maps<F>(p.w, a);
@@ -198,7 +205,7 @@ produce_weight_mma(const typename K::Params &p, const WeightGroupList *list,
     griddepcontrol_wait();
     ring.stage = 0;
     ring.parity = 0;
-    for (int tile = first; tile < tiles; tile += stride) {
+    for (int tile = first; tile < mma_tiles<K>(p, list); tile += stride) {
         const WeightMmaTile at = mma_tile<K>(p, list, tile);
         if (K::GROUPED && at.empty) continue;
 #pragma unroll 1
@@ -220,7 +227,7 @@ template <class K>
 __device__ __forceinline__ void
 consume_weight_mma(const typename K::Params &p, const WeightGroupList *list,
                    tma_ring<K::STAGES> &ring, smem_addr smem_s, unsigned rank, int all_steps,
-                   int first, int stride, int tiles) {
+                   int first, int stride) {
     typedef typename K::F F;
     typedef typename K::Stage S;
     /* Named barriers. MEET: the second warpgroup's sums are in shared memory. FREE: they have
@@ -237,7 +244,7 @@ consume_weight_mma(const typename K::Params &p, const WeightGroupList *list,
     int turn = 0;
     unsigned mail_parity = 0;
     griddepcontrol_wait();
-    for (int tile = first; tile < tiles; tile += stride) {
+    for (int tile = first; tile < mma_tiles<K>(p, list); tile += stride) {
         const WeightMmaTile at = mma_tile<K>(p, list, tile);
         const int steps = K::GROUPED && at.empty ? 0 : all_steps;
         float sum[K::SUMS];
@@ -273,7 +280,7 @@ consume_weight_mma(const typename K::Params &p, const WeightGroupList *list,
 #pragma unroll
         for (int i = 0; i < K::SUMS; ++i)
             sum[i] += ld_shared_f32(sums_s + i / 4 * 2048 + i % 4 * 4);
-        if (tile + stride < tiles) bar_arrive(FREE, 256);
+        if (tile + stride < mma_tiles<K>(p, list)) bar_arrive(FREE, 256);
 
         /* Block `rank` finishes rows 8 rank + lane / 4 of each warp's 16 and sends the others. */
         const smem_addr mail_s = smem_s + K::MAIL_AT + thread * (SENT == 2 ? 8 : 16);
@@ -334,7 +341,7 @@ consume_weight_mma(const typename K::Params &p, const WeightGroupList *list,
                 to[m * p.f.out_row] = from_f32<typename F::T>(x);
         }
     }
-    if (K::GROUPED && first >= tiles)
+    if (K::GROUPED && first >= mma_tiles<K>(p, list))
         barrier_cluster_wait();
     else if (warpgroup == 0) /* wait for the other block's last arrival before this block exits */
         mbarrier_wait(mail_empty, mail_parity ^ 1);
@@ -364,7 +371,6 @@ __global__ void __launch_bounds__(K::THREADS, K::OCC)
     const int step0 = rank * half, steps = rank ? all - half : half;
     const int first = blockIdx.x / 2, stride = gridDim.x / 2;
     const WeightGroupList *list = nullptr;
-    int tiles = p.tiles;
     if constexpr (K::GROUPED) {
         WeightGroupList &made =
             *(WeightGroupList *)(smem + (smem_s - cvta_to_shared(smem)) + K::LIST_AT);
@@ -372,15 +378,13 @@ __global__ void __launch_bounds__(K::THREADS, K::OCC)
         if (threadIdx.x < 32) list_groups<false, K::NT>(p.groups, made, threadIdx.x);
         __syncthreads();
         list = &made;
-        tiles = tasks_in(p.groups, made);
     }
     if (threadIdx.x >= 128 * K::WARPGROUPS) {
-        if (elect_one())
-            produce_weight_mma<K>(p, list, ring, smem_s, step0, steps, first, stride, tiles);
+        if (elect_one()) produce_weight_mma<K>(p, list, ring, smem_s, step0, steps, first, stride);
         __syncwarp();
         barrier_cluster_wait();
     } else {
-        consume_weight_mma<K>(p, list, ring, smem_s, rank, steps, first, stride, tiles);
+        consume_weight_mma<K>(p, list, ring, smem_s, rank, steps, first, stride);
     }
     barrier_cluster();
 }

@@ -243,14 +243,18 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[NT][4], const Weight
 }
 
 /* ---- 4 the kernel ---------------------------------------------------------------------------- */
-/* Computes the block's tile: tokens from token0 on, up to p.m, and weight rows from row0 on. */
-template <class T, Code C, int NT>
-__device__ __forceinline__ void weight_tile_sm80(const WeightParams &p, unsigned char *smem,
-                                                 int token0, int row0) {
+/* Computes the block's tile: tokens from `token` on, up to p.m, and weight rows from `row` on.
+ * Without groups of rows the tile follows from the block. */
+template <class T, Code C, int NT, bool GROUPED>
+__device__ __forceinline__ void weight_tile_sm80(const WeightParams &p, int token = 0,
+                                                 int row = 0) {
     typedef WeightStage<C, NT> S;
+    extern __shared__ __align__(128) unsigned char smem[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = 16 * p.rw;
     const int my_rows = warp & (p.rw - 1), my_k = warp >> p.rw_log2,
               warps_k = S::WARPS >> p.rw_log2;
+    const int token0 = GROUPED ? token : blockIdx.x % p.tiles_m * 8 * NT,
+              row0 = GROUPED ? row : blockIdx.x / p.tiles_m * rows;
     const int chunks = (p.k + S::CHUNK - 1) / S::CHUNK, tiles_k = (p.k + GK_TILE - 1) / GK_TILE;
     const int my_row0 = row0 + 16 * my_rows;
     const uint8_t *codes_g = my_row0 < p.n ? p.w.packed + my_row0 / GK_TILE * p.w.tile_row +
@@ -325,9 +329,7 @@ __device__ __forceinline__ void weight_tile_sm80(const WeightParams &p, unsigned
 
 template <class T, Code C, int NT>
 __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(WeightParams p) {
-    extern __shared__ __align__(128) unsigned char smem[];
-    weight_tile_sm80<T, C, NT>(p, smem, blockIdx.x % p.tiles_m * 8 * NT,
-                               blockIdx.x / p.tiles_m * 16 * p.rw);
+    weight_tile_sm80<T, C, NT, false>(p);
 }
 
 /* ---- 5 groups of rows ------------------------------------------------------------------------ */
@@ -372,7 +374,7 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2)
     if (p.w.zero) p.w.zero += first * GK_TILE * p.w.zero_n;
     if (p.f.bias) p.f.bias = (const char *)p.f.bias + at.group * x.bias_group;
     p.m = at.end;
-    weight_tile_sm80<T, C, NT>(p, smem, at.row, row0);
+    weight_tile_sm80<T, C, NT, true>(p, at.row, row0);
 }
 
 /* ---- 6 plan and run -------------------------------------------------------------------------- */
