@@ -45,7 +45,7 @@ CODES = ("fp8", "fp8-block")
 # the packed recipes, and how an element is decoded from its code
 PACKED = {"w4": "int4", "w8": "int8", "w4-zero": "uint4", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 SERVED = (*CODES, *PACKED)
-AT_ONCE = 1 << 30  # elements that are decoded at once
+AT_ONCE = 1 << 28  # elements that are decoded at once
 
 
 def rows_of_expert(recipe: str, n: int) -> int:
