@@ -29,9 +29,15 @@ typedef struct weight {
     bool unscaled; /* codes are multiplied without their scale */
 } weight;
 
+/* The workspace of a call with offs, in bytes. */
+typedef struct groups_memory {
+    int64_t groups, a, worker; /* a: reordered rows, 0 if there are no small groups */
+} groups_memory;
+
 typedef struct weight_plan {
     quant_product p;
     weight w;
+    groups_memory need;
 } weight_plan;
 GK_PLAN_HOLDS(weight_plan);
 
@@ -232,10 +238,6 @@ typedef struct groups_job {
     char *workers;
 } groups_job;
 
-typedef struct groups_memory {
-    int64_t groups, a, worker; /* bytes; `worker` of each worker */
-} groups_memory;
-
 static groups_memory memory_of(const gk_weight_gemm_args *g, const quant_product *p) {
     const int64_t most = gk_min_i64(g->offs->shape[0], p->m); /* groups that have rows */
     skinny_plan small;
@@ -315,7 +317,7 @@ static void order_task(void *arg, int64_t i, int64_t worker) {
 static void run_groups(const gk_context *ctx, const gk_weight_gemm_args *g,
                        const weight_plan *whole, char *workspace) {
     const int64_t m = whole->p.m, out_bytes = (int64_t)gk_dtype_bytes(g->out.dtype);
-    const groups_memory need = memory_of(g, &whole->p);
+    const groups_memory need = whole->need;
     weight_group *groups = (weight_group *)(void *)workspace;
     float *a = (float *)(void *)(workspace + need.groups);
     groups_job jb = {
@@ -336,7 +338,7 @@ static void run_groups(const gk_context *ctx, const gk_weight_gemm_args *g,
         weight_group *x = &groups[jb.num_groups++];
         take_group(x, g, i, begin, end);
         x->first_task = tasks;
-        x->is_small = SYM(gk_skinny_isa).plan(&x->g, rows, &x->small.p);
+        x->is_small = need.a && SYM(gk_skinny_isa).plan(&x->g, rows, &x->small.p);
         if (x->is_small) {
             x->small.g = &x->g;
             x->small.a = a;
@@ -366,10 +368,10 @@ static bool plan_weight(const gk_context *ctx, const void *args, gk_plan *plan) 
     plan_product(g, m, x);
     quant_plan(&x->p, ctx, plan);
     if (!g->offs) return true;
-    const groups_memory need = memory_of(g, &x->p);
+    x->need = memory_of(g, &x->p);
     plan->chunks = g->offs->shape[0];
     plan->workspace_bytes =
-        (size_t)(need.groups + need.a + gk_num_workers(ctx, GK_MAX_THREADS) * need.worker);
+        (size_t)(x->need.groups + x->need.a + gk_num_workers(ctx, GK_MAX_THREADS) * x->need.worker);
     return true;
 }
 
