@@ -76,7 +76,7 @@
     "(Tensor a, Tensor packed, Tensor scale, SymInt n, str format, Tensor? zero=None, Tensor? " \
     "global_scale=None, "                                                                       \
     "Tensor? scale_a=None, Tensor? bias=None, str activation=\"none\", ScalarType? "            \
-    "out_dtype=None)"
+    "out_dtype=None, Tensor? offs=None)"
 
 #define GROUPED_GEMM_ARGS                                                                    \
     "(Tensor a, Tensor b, Tensor offs, Tensor? scale_a=None, Tensor? scale_b=None, Tensor? " \

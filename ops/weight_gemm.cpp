@@ -37,16 +37,17 @@ struct UnpackWeight {
 };
 
 struct WeightGemm {
-    Tensor a;             // [..., M, K]
+    Tensor a;             // [..., M, K]; [M, K] with offs
     Tensor packed, scale; // [ceil(N / 64), ceil(K / 64), bytes], [ceil(K / g), N]
     int64_t n;
     String format;
     OptTensor zero, global_scale, scale_a, bias;
     String activation;
     OptDtype out_dtype;
+    OptTensor offs; // [G]: the ends of groups of rows
 
     GK_OP(weight_gemm, gk_weight_gemm_args, "weight_gemm", 1)
-    GK_TENSORS(a, packed, scale, zero, global_scale, scale_a, bias)
+    GK_TENSORS(a, packed, scale, zero, global_scale, scale_a, bias, offs)
 
     void fill(C &to) {
         to.a = a.view;
@@ -58,6 +59,7 @@ struct WeightGemm {
         to.global_scale = global_scale.view_or_null();
         to.scale_a = scale_a.view_or_null();
         to.bias = bias.view_or_null();
+        to.offs = offs.view_or_null();
         to.activation = parse_activation(name, activation);
         const gk_dtype own = a.view.dtype == GK_E4M3 ? GK_BF16 : a.view.dtype;
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : own;

@@ -44,6 +44,12 @@ def packed_weight(**change):
     )
 
 
+def packed_experts(**change):
+    """A valid weight_gemm call of two groups [5, 32] with some of its arguments changed."""
+    of_groups = dict(packed=t(2, 1, 2048, dtype=U8), scale=t(1, 128), offs=i32(1, 2))
+    return packed_weight(**of_groups) | change
+
+
 def experts(**change):
     """A valid grouped_gemm call of three groups of rows with some of its arguments changed."""
     return dict(a=t(8, 4), b=t(3, 4, 5), offs=i32(2, 2, 7)) | change
@@ -287,6 +293,47 @@ VALUE_ERRORS = [
         "scale_a must be given where a is float8_e4m3fn",
     ),
     ("weight_gemm", packed_weight(bias=t(4)), "bias must have shape [5], got [4]"),
+    ("weight_gemm", packed_weight(bias=t(1, 5)), "bias must have shape [5], got [1, 5]"),
+    (
+        "weight_gemm",
+        packed_experts(a=t(2, 1, 32, dtype=BF16)),
+        "a must have 2 dimensions [M, K] with offs, got 3",
+    ),
+    (
+        "weight_gemm",
+        packed_experts(offs=torch.tensor([1, 2])),
+        "offs must be int32, got int64",
+    ),
+    ("weight_gemm", packed_experts(offs=i32(1, 2)[None]), "offs must have 1 dimension [G], got 2"),
+    (
+        "weight_gemm",
+        packed_experts(n=2**62),
+        f"n is {2**62}, which is too large with the 2 groups of offs",
+    ),
+    (
+        "weight_gemm",
+        packed_experts(packed=t(1, 1, 2048, dtype=U8)),
+        "packed must have shape [2, 1, 2048] for 2 groups of n 5, k 32 and format int4, got [1, 1, "
+        "2048]",
+    ),
+    (
+        "weight_gemm",
+        packed_experts(scale=t(1, 10)),
+        "scale must have shape [ceil(K / g), G N'], g 16, 32, 64, 128, 256 or K, with K 32 and "
+        "G N' 128, got [1, 10]",
+    ),
+    (
+        "weight_gemm",
+        packed_experts(format="mxfp4", scale=t(2, 128)),
+        "scale must have groups of 32 for format mxfp4, [1, G N'], got [2, 128]",
+    ),
+    (
+        "weight_gemm",
+        packed_experts(format="uint4", zero=t(1, 5, dtype=U8)),
+        "zero must have shape [1, 128], got [1, 5]",
+    ),
+    ("weight_gemm", packed_experts(bias=t(3, 5)), "bias must have shape [2, 5], got [3, 5]"),
+    ("weight_gemm", packed_experts(bias=t(6)), "bias must have shape [5], got [6]"),
     (
         "weight_gemm",
         packed_weight(out_dtype=F16),
@@ -357,6 +404,12 @@ VALUE_ERRORS = [
 INDEX_ERRORS = [
     ("grouped_gemm", experts(offs=i32(2, 1, 7)), "offs is expected not to decrease from 0 on, got "
                                                  "offs[1] = 1 after 2"),
+    ("weight_gemm", packed_experts(offs=i32(2, 1)), "offs is expected not to decrease from 0 on, "
+                                                    "got offs[1] = 1 after 2"),
+    ("weight_gemm", packed_experts(offs=i32(-1, 1)), "offs is expected not to decrease from 0 on, "
+                                                     "got offs[0] = -1 after 0"),
+    ("weight_gemm", packed_experts(offs=i32(1, 3)), "offs is expected to end at or before 2, got "
+                                                    "offs[1] = 3"),
     ("pack_weight", dict(q=torch.tensor([[0, 8]]).to(I8), format="int4"),
      "q is expected to hold codes in [-8, 7] for format int4, got q[0, 1] = 8"),
     ("grouped_gemm", experts(offs=i32(2, 2, 9)), "offs is expected to end at or before 8, got "

@@ -6,6 +6,7 @@
 #include "../core/dispatch.h"
 #include "gpukern.h"
 
+#include <stddef.h>
 #include <string.h>
 
 /* The checks of an entry point after the op's own check: strides, and the results, which the
@@ -48,20 +49,35 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
                "a copy has no room");
 _Static_assert(sizeof(gk_paged_attn_masked_args) <= sizeof(gk_paged_attn_args) + MOST_BEHIND,
                "a copy has no room");
+/* The smallest struct that a caller may pass. weight_gemm's ended before `offs`. */
+#define LEAST_SIZE(args)                                                  \
+    _Generic((args),                                                      \
+        const gk_weight_gemm_args *: offsetof(gk_weight_gemm_args, offs), \
+        default: sizeof *(args))
+/* Replaces a struct that ends early. `args` then points to a copy whose last fields are 0. */
+#define WITH_ALL_FIELDS(args, copy)                           \
+    do {                                                      \
+        if (!(args) || (args)->size >= sizeof *(args)) break; \
+        memset(&(copy).args, 0, sizeof *(args));              \
+        memcpy(&(copy).args, args, (args)->size);             \
+        (copy).args.size = sizeof *(args);                    \
+        (args) = &(copy).args;                                \
+    } while (0)
 #define COPY_OF(arguments)        \
     struct {                      \
         arguments args;           \
         char behind[MOST_BEHIND]; \
     }
-#define AS_GIVEN(args, copy) (void)(copy)
 
 #define ENTRIES(NAME, stem, arguments, first, adapt, workspace_of, workspace_bytes_of)            \
     static gk_status checked_##stem(const gk_context *ctx, const arguments *args, gk_depth depth, \
                                     bool writes) {                                                \
+        COPY_OF(arguments) copy;                                                                  \
         gk_io io;                                                                                 \
         gk_io_begin(&io, depth);                                                                  \
         GK_REQUIRE(args, "args is NULL");                                                         \
-        GK_TRY(gk_check_context(ctx, args->size, sizeof *args));                                  \
+        GK_TRY(gk_check_context(ctx, args->size, LEAST_SIZE(args)));                              \
+        WITH_ALL_FIELDS(args, copy);                                                              \
         GK_TRY(gk_check_##stem(ctx, args, &io));                                                  \
         return check_call(&io, writes);                                                           \
     }                                                                                             \
@@ -114,9 +130,9 @@ _Static_assert(sizeof(gk_paged_attn_masked_args) <= sizeof(gk_paged_attn_args) +
     }
 
 #define OP(NAME, stem, arguments, first) \
-    ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), NULL, 0)
-#define OP_WITH_WORKSPACE(NAME, stem, arguments, first)                          \
-    ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), args->workspace, \
+    ENTRIES(NAME, stem, arguments, first, WITH_ALL_FIELDS(args, copy), NULL, 0)
+#define OP_WITH_WORKSPACE(NAME, stem, arguments, first)                                 \
+    ENTRIES(NAME, stem, arguments, first, WITH_ALL_FIELDS(args, copy), args->workspace, \
             args->workspace_bytes)
 #define OP_WITH_RULES(NAME, stem, arguments, first, rules)                               \
     ENTRIES(NAME, stem, arguments, first, WITH_USABLE_SOFTCAP(args, copy, first, rules), \

@@ -49,10 +49,10 @@ static gk_status check_scales(gk_io *io, const gk_grouped_gemm_args *g, bool by_
     return GK_OK;
 }
 
-static gk_status check_ends(const gk_grouped_gemm_args *g, int64_t total) {
+gk_status gk_check_ends(const gk_tensor *offs, int64_t total) {
     int64_t before = 0;
-    for (int64_t i = 0; i < g->offs.shape[0]; ++i) {
-        const int64_t end = gk_i32_at(&g->offs, i);
+    for (int64_t i = 0; i < offs->shape[0]; ++i) {
+        const int64_t end = gk_i32_at(offs, i);
         if (end < before)
             return gk_fail(
                 GK_ERR_INDEX,
@@ -105,7 +105,7 @@ gk_status gk_check_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_arg
     const int64_t shape[3] = {groups, m, n};
     gk_give(io, "out", &g->out, g->out.dtype, by_rows ? 2 : 3, by_rows ? shape + 1 : shape,
             GK_CONTIGUOUS);
-    return gk_reads_contents(io, ctx) ? check_ends(g, by_rows ? m : k) : GK_OK;
+    return gk_reads_contents(io, ctx) ? gk_check_ends(&g->offs, by_rows ? m : k) : GK_OK;
 }
 
 void gk_cost_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_args *g,

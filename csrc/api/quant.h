@@ -28,5 +28,8 @@ gk_status gk_check_activation(gk_activation activation);
 /* out_dtype of a product: float32 or a's dtype; for an 8-bit a float32, bfloat16 or float16
  * (grouped_gemm.c). */
 gk_status gk_check_product_out(gk_io *io, gk_dtype a, gk_dtype out);
+/* The contents of offs: ends that do not decrease from 0 on and are at most `total`
+ * (grouped_gemm.c). */
+gk_status gk_check_ends(const gk_tensor *offs, int64_t total);
 
 #endif

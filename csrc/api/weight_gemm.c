@@ -5,6 +5,8 @@
 #include "../formats/scales.h"
 #include "quant.h"
 
+#include <stdio.h>
+
 static const char *const format_names[] = {"int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4"};
 
 static gk_status check_format(gk_weight_format f) {
@@ -12,12 +14,18 @@ static gk_status check_format(gk_weight_format f) {
     return GK_OK;
 }
 
-static gk_status check_packed(const gk_tensor *t, int64_t n, int64_t k, gk_weight_format f) {
-    const int64_t shape[3] = {gk_ceil_div(n, GK_TILE), gk_ceil_div(k, GK_TILE), gk_tile_bytes(f)};
+/* offs: the ends of groups, of n rows each; NULL = one group. */
+static gk_status check_packed(const gk_tensor *t, int64_t n, int64_t k, gk_weight_format f,
+                              const gk_tensor *offs) {
+    const int64_t groups = offs ? offs->shape[0] : 1;
+    const int64_t shape[3] = {groups * gk_ceil_div(n, GK_TILE), gk_ceil_div(k, GK_TILE),
+                              gk_tile_bytes(f)};
     bool same = t->ndim == 3;
     for (int d = 0; same && d < 3; ++d) same = t->shape[d] == shape[d];
-    GK_REQUIRE(same, "packed must have shape %s for n %lld, k %lld and format %s, got %s",
-               gk_text_of(3, shape).text, (long long)n, (long long)k, format_names[f],
+    char of_groups[40] = "";
+    if (offs) snprintf(of_groups, sizeof of_groups, "%lld groups of ", (long long)groups);
+    GK_REQUIRE(same, "packed must have shape %s for %sn %lld, k %lld and format %s, got %s",
+               gk_text_of(3, shape).text, of_groups, (long long)n, (long long)k, format_names[f],
                gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
 }
@@ -62,7 +70,7 @@ gk_status gk_check_unpack_weight(const gk_context *ctx, const gk_unpack_weight_a
     GK_TRY(gk_check_dtype(io, "packed", &x->packed, GK_U8));
     GK_REQUIRE(x->n >= 0 && x->k >= 0, "n and k must be 0 or more, got %lld and %lld",
                (long long)x->n, (long long)x->k);
-    GK_TRY(check_packed(&x->packed, x->n, x->k, x->format));
+    GK_TRY(check_packed(&x->packed, x->n, x->k, x->format, NULL));
     const int64_t shape[2] = {x->n, x->k};
     gk_give(io, "q", &x->q, gk_code_dtype(x->format), 2, shape, GK_CONTIGUOUS);
     return GK_OK;
@@ -85,20 +93,34 @@ static gk_status check_scale(gk_io *io, const gk_weight_gemm_args *x, int64_t k)
         GK_TRY(gk_check_dtypes(io, "scale", s, GK_F32, GK_BF16));
     else
         GK_TRY(gk_check_dtypes(io, "scale", s, own, GK_F32));
-    GK_REQUIRE(s->ndim == 2 && s->shape[1] == x->n && (gk_group_log2(k, s->shape[0]) > 0),
-               "scale must have shape [ceil(K / g), N], g 16, 32, 64, 128, 256 or K, with K %lld "
-               "and N %lld, got %s",
-               (long long)k, (long long)x->n, gk_text_of(s->ndim, s->shape).text);
+    const int64_t columns = x->offs ? x->offs->shape[0] * gk_round_up(x->n, GK_TILE) : x->n;
+    const char *const name = x->offs ? "G N'" : "N"; /* N': N rounded up to whole tiles */
+    GK_REQUIRE(s->ndim == 2 && s->shape[1] == columns && (gk_group_log2(k, s->shape[0]) > 0),
+               "scale must have shape [ceil(K / g), %s], g 16, 32, 64, 128, 256 or K, with K %lld "
+               "and %s %lld, got %s",
+               name, (long long)k, name, (long long)columns, gk_text_of(s->ndim, s->shape).text);
     const int64_t wanted = x->format == GK_MXFP4 ? 32 : x->format == GK_NVFP4 ? 16 : 0;
     GK_REQUIRE(!wanted || s->shape[0] == gk_ceil_div(k, wanted),
-               "scale must have groups of %lld for format %s, [%lld, N], got %s", (long long)wanted,
-               format_names[x->format], (long long)gk_ceil_div(k, gk_max_i64(1, wanted)),
+               "scale must have groups of %lld for format %s, [%lld, %s], got %s",
+               (long long)wanted, format_names[x->format],
+               (long long)gk_ceil_div(k, gk_max_i64(1, wanted)), name,
                gk_text_of(2, s->shape).text);
     return GK_OK;
 }
 
+static gk_status check_offs(gk_io *io, const gk_weight_gemm_args *x) {
+    GK_REQUIRE(x->a.ndim == 2, "a must have 2 dimensions [M, K] with offs, got %d", (int)x->a.ndim);
+    GK_TRY(gk_take(io, "offs", x->offs, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtype(io, "offs", x->offs, GK_I32));
+    GK_TRY(gk_check_dims("offs", x->offs, 1, "[G]"));
+    const int64_t groups = x->offs->shape[0];
+    GK_REQUIRE(x->n < INT64_MAX / GK_TILE / (groups + 1), /* G N' fits in 64 bits */
+               "n is %lld, which is too large with the %lld groups of offs", (long long)x->n,
+               (long long)groups);
+    return GK_OK;
+}
+
 gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args *x, gk_io *io) {
-    (void)ctx;
     const gk_tensor *a = &x->a;
     GK_TRY(gk_take(io, "a", a, a->ndim == 2 ? GK_ANY_STRIDES : GK_CONTIGUOUS));
     GK_REQUIRE(a->dtype == GK_BF16 || a->dtype == GK_F16 || a->dtype == GK_E4M3,
@@ -108,9 +130,10 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
     const int64_t k = a->shape[a->ndim - 1];
     GK_TRY(check_format(x->format));
     GK_REQUIRE(x->n >= 0, "n must be 0 or more, got %lld", (long long)x->n);
+    if (x->offs) GK_TRY(check_offs(io, x));
     GK_TRY(gk_take(io, "packed", &x->packed, GK_DENSE_LAST));
     GK_TRY(gk_check_dtype(io, "packed", &x->packed, GK_U8));
-    GK_TRY(check_packed(&x->packed, x->n, k, x->format));
+    GK_TRY(check_packed(&x->packed, x->n, k, x->format, x->offs));
     GK_TRY(check_scale(io, x, k));
     if (x->zero) {
         GK_REQUIRE(x->format == GK_UINT4, "zero goes with format uint4, got %s",
@@ -145,21 +168,27 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
     if (x->bias) {
         GK_TRY(gk_take(io, "bias", x->bias, GK_ANY_STRIDES));
         GK_TRY(gk_check_addend(io, "bias", x->bias, out));
-        GK_TRY(gk_check_length_of("bias", x->bias, x->n));
+        const int64_t each[2] = {x->offs ? x->offs->shape[0] : 0, x->n};
+        GK_TRY(x->offs && x->bias->ndim == 2 ? gk_check_shape("bias", x->bias, 2, each)
+                                             : gk_check_length_of("bias", x->bias, x->n));
     }
     GK_TRY(gk_check_activation(x->activation));
     int64_t shape[GK_MAX_DIMS];
     for (int d = 0; d < a->ndim - 1; ++d) shape[d] = a->shape[d];
     shape[a->ndim - 1] = x->n;
     gk_give(io, "out", &x->out, out, a->ndim, shape, GK_CONTIGUOUS);
-    return GK_OK;
+    return x->offs && gk_reads_contents(io, ctx) ? gk_check_ends(x->offs, a->shape[0]) : GK_OK;
 }
 
 void gk_cost_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args *x, gk_explanation *out) {
     (void)ctx;
-    out->bytes = gk_tensor_bytes(&x->a) + gk_tensor_bytes(&x->packed) + gk_tensor_bytes(&x->scale) +
-                 gk_tensor_bytes(&x->out);
-    if (x->zero) out->bytes += gk_tensor_bytes(x->zero);
+    double weight = gk_tensor_bytes(&x->packed) + gk_tensor_bytes(&x->scale);
+    if (x->zero) weight += gk_tensor_bytes(x->zero);
+    /* at most as many groups have rows as there are rows */
+    const int64_t groups = x->offs ? x->offs->shape[0] : 1;
+    if (groups > 0)
+        weight *= (double)gk_min_i64(groups, x->offs ? x->a.shape[0] : 1) / (double)groups;
+    out->bytes = gk_tensor_bytes(&x->a) + weight + gk_tensor_bytes(&x->out);
     if (x->bias) out->bytes += gk_tensor_bytes(x->bias);
     out->flops = 2.0 * (double)gk_numel(&x->out) * (double)x->a.shape[x->a.ndim - 1];
 }

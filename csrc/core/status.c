@@ -33,8 +33,9 @@ const char *gk_device_error_text(gk_device_error kind) {
     switch (kind) {
     case GK_BAD_CU_SEQLENS:
         return "flash_attn_varlen: cu_seqlens is expected to start at 0, not to decrease, to end "
-               "within the tokens and to hold sequences of at most max_seqlen; grouped_gemm: offs "
-               "is expected not to decrease and to end within the rows or columns that it groups";
+               "within the tokens and to hold sequences of at most max_seqlen; grouped_gemm and "
+               "weight_gemm: offs is expected not to decrease and to end within the rows or "
+               "columns that it groups";
     case GK_BAD_SEQ_LENS:
         return "paged_attn: seq_lens is expected to be at least the sequence's query tokens and at "
                "most the tokens of its row of block_table; cu_seqlens_q is expected to start at 0, "

@@ -44,6 +44,7 @@ extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weig
 extern const gk_cuda_table gk_weight_mma_4bit_table, gk_weight_mma_8bit_table;
 extern const gk_cuda_table gk_weight_wgmma_4bit_table, gk_weight_wgmma_8bit_table;
 extern const gk_cuda_table gk_weight_decoded_table, gk_weight_invariant_table;
+extern const gk_cuda_table gk_weight_grouped_mma_table, gk_weight_grouped_wgmma_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
 extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
 extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table,
@@ -207,9 +208,10 @@ static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table}
 static const gk_cuda_table *const sparse_gemm_tables[] = {
     &gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table, &gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {
-    &gk_weight_invariant_table,      &gk_weight_mma_4bit_table,       &gk_weight_mma_8bit_table,
-    &gk_weight_wgmma_4bit_table,     &gk_weight_wgmma_8bit_table,     &gk_weight_decoded_table,
-    &gk_weight_gemm_4bit_sm80_table, &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
+    &gk_weight_invariant_table,      &gk_weight_grouped_mma_table, &gk_weight_grouped_wgmma_table,
+    &gk_weight_mma_4bit_table,       &gk_weight_mma_8bit_table,    &gk_weight_wgmma_4bit_table,
+    &gk_weight_wgmma_8bit_table,     &gk_weight_decoded_table,     &gk_weight_gemm_4bit_sm80_table,
+    &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
 static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
                                                        &gk_norm_fwd_walk_table};
 static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_ring_sm90a_table,
@@ -251,8 +253,9 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
 static bool looks_at_rows(const gk_cuda_table *t) {
     return t == &gk_weight_mma_4bit_table || t == &gk_weight_mma_8bit_table ||
            t == &gk_weight_wgmma_4bit_table || t == &gk_weight_wgmma_8bit_table ||
-           t == &gk_weight_decoded_table || t == &gk_weight_gemm_4bit_sm80_table ||
-           t == &gk_weight_gemm_8bit_sm80_table || t == &gk_scaled_gemm_decoded_sm90a_table ||
+           t == &gk_weight_decoded_table || t == &gk_weight_grouped_mma_table ||
+           t == &gk_weight_gemm_4bit_sm80_table || t == &gk_weight_gemm_8bit_sm80_table ||
+           t == &gk_scaled_gemm_decoded_sm90a_table ||
            t == &gk_scaled_gemm_decoded_table;
 }
 

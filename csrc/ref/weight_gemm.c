@@ -3,7 +3,8 @@
  *
  * The packing is also the CPU's kernel; a task is a row of tiles. The product is computed in
  * double, one element at a time, from weights that are rounded to a's dtype. For an e4m3 a the
- * weights are not rounded. A task is one row of the result. */
+ * weights are not rounded. A task is one row of the result. With offs, the row's group gives the
+ * first column of its weights. */
 #include "../formats/weight_tile.h"
 #include "../core/internal.h"
 #include "../formats/scales.h"
@@ -78,6 +79,16 @@ static double unscaled_weight(const gk_weight_gemm_args *x, int64_t n, int64_t k
 static void row_task(void *arg, int64_t i, int64_t worker) {
     (void)worker;
     const gk_weight_gemm_args *x = arg;
+    int64_t group_of_row = 0;
+    if (x->offs) {
+        while (group_of_row < x->offs->shape[0] && i >= gk_i32_at(x->offs, group_of_row))
+            ++group_of_row;
+        if (group_of_row == x->offs->shape[0]) { /* a row of no group */
+            for (int64_t j = 0; j < x->n; ++j) gk_store(x->out.data, x->out.dtype, i * x->n + j, 0);
+            return;
+        }
+    }
+    const int64_t n0 = group_of_row * gk_round_up(x->n, GK_TILE); /* the group's first column */
     const int nd = x->a.ndim;
     const int64_t k = x->a.shape[nd - 1], a_m = x->a.stride[nd - 2], a_k = x->a.stride[nd - 1];
     const int log2 = gk_group_log2(k, x->scale.shape[0]);
@@ -93,9 +104,9 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
         double sum = 0;
         for (int64_t kk = 0; kk < k; ++kk) {
             const int64_t group = kk >> log2;
-            double w = unscaled_weight(x, j, kk, group) *
+            double w = unscaled_weight(x, n0 + j, kk, group) *
                        gk_load(x->scale.data, x->scale.dtype,
-                               group * x->scale.stride[0] + j * x->scale.stride[1]);
+                               group * x->scale.stride[0] + (n0 + j) * x->scale.stride[1]);
             if (x->a.dtype != GK_E4M3) { /* rounded to a's dtype */
                 double rounded;
                 gk_store(&rounded, x->a.dtype, 0, (float)(w * global));
@@ -104,7 +115,12 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
             sum += gk_load(x->a.data, x->a.dtype, i * a_m + kk * a_k) * w;
         }
         if (x->a.dtype == GK_E4M3) sum *= scale_a * global;
-        if (x->bias) sum += gk_load(x->bias->data, x->bias->dtype, j * x->bias->stride[0]);
+        if (x->bias) {
+            const gk_tensor *t = x->bias;
+            sum += gk_load(t->data, t->dtype,
+                           j * t->stride[t->ndim - 1] +
+                               (t->ndim == 2 ? group_of_row * t->stride[0] : 0));
+        }
         gk_store(x->out.data, x->out.dtype, i * x->n + j, act(x->activation, sum));
     }
 }

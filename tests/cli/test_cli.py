@@ -96,6 +96,15 @@ def test_explain_of_few_bits():
         scale = torch.ones(-(-300 // group), 100).to(scales.get(format, a.dtype))
         zero = {"zero": torch.zeros(scale.shape, dtype=torch.uint8)} if format == "uint4" else {}
         assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format, **zero)
+        of_groups = ["weight_gemm", "3", "100", "300", "--format", format, *more, "--groups", "2"]
+        found = json.loads(run("explain", *of_groups, "--json")[1])
+        many = [x.repeat(1, 3)[:, :256] for x in (scale.view(torch.uint8), *zero.values())]
+        if scale.dtype.itemsize > 1:
+            many[0] = scale.repeat(1, 3)[:, :256]
+        given = dict(zip(zero, many[1:], strict=True)) | {"offs": torch.tensor([1, 3]).int()}
+        both = packed.repeat(2, 1, 1), many[0].contiguous().view(scale.dtype)
+        assert found == torch_gpukern.explain("weight_gemm", a, *both, 100, format, **given)
+        assert found["chunks"] == 2
     if (
         torch.ops.gpukern.cuda_kernels.default()
     ):  # the layers of w4, w4-zero, mxfp4, nvfp4 on Hopper

@@ -1443,6 +1443,8 @@ static void weight_expect(void) {
 
 #include "check_cuda_attn_fp8.h"
 #include "check_cuda_attn_masks.h"
+#include "check_cuda_weight_grouped.h"
+
 #include "check_cuda_quant.h"
 #include "check_cuda_rows.h"
 
@@ -1467,6 +1469,7 @@ static const struct {
            {GK_OP_KV_CACHE_WRITE, "kv_cache_write", write_draw, write_expect},
            {GK_OP_ROPE_KV_WRITE, "rope_kv_write", rope_write_draw, rope_write_expect},
            {GK_OP_WEIGHT_GEMM, "weight_gemm", weight_draw, weight_expect},
+           {GK_OP_WEIGHT_GEMM, "weight_gemm_grouped", weight_grouped_draw, weight_grouped_expect},
            {GK_OP_SCALED_GEMM, "scaled_gemm", scaled_draw, scaled_expect},
            {GK_OP_GROUPED_GEMM, "grouped_gemm", grouped_draw, grouped_expect},
            {GK_OP_SPARSE_GEMM, "sparse_gemm", sparse_draw, sparse_expect},
@@ -1487,8 +1490,16 @@ static const struct {
            {GK_OP_FLASH_ATTN_FWD, "flash_attn_masked_fwd", masked_fwd_draw, fwd_expect},
            {GK_OP_FLASH_ATTN_BWD, "flash_attn_masked_bwd", masked_bwd_draw, bwd_expect}};
 
-/* Instances for a mask or a bias have entries of their own. */
+/* Instances for a mask or a bias have entries of their own, and so have groups of rows of
+ * weight_gemm, which weight_gemm_sm80 takes in tiles of 8 and 32 tokens. */
 static bool belongs_to(int o, const gk_cuda_instance *row) {
+    if (ops[o].op == GK_OP_WEIGHT_GEMM) {
+        const bool grouped = strstr(row->name, "_grouped_") != NULL;
+        const char *last = strrchr(row->name, '_');
+        if (strcmp(ops[o].name, "weight_gemm") == 0) return !grouped;
+        return grouped || strstr(row->name, "_plain_") ||
+               (strstr(row->name, "_sm80_") && strcmp(last, "_16") != 0);
+    }
     const bool scored = strstr(row->name, "_masked_") || strstr(row->name, "_scores_");
     return scored == (strstr(ops[o].name, "_masked_") != NULL);
 }

@@ -8,6 +8,8 @@
 #include "core/op.h"
 #include "formats/weight_tile.h"
 
+#include <stddef.h>
+
 static const char *isa;
 static int workers;
 
@@ -93,21 +95,44 @@ static void check_scaled(int64_t m, int64_t n, int64_t k) {
     }
 }
 
+/* A caller whose struct ends before `offs`. What lies behind it must not be read. */
+static void check_without_offs(const gk_context *ctx, gk_weight_gemm_args args,
+                               const gk_tensor *expected) {
+    check_tensor out = dense(GK_F32, expected->shape[0], expected->shape[1]);
+    args.size = offsetof(gk_weight_gemm_args, offs);
+    args.offs = &args.packed;
+    args.out = out.t;
+    const size_t bytes = gk_weight_gemm_workspace_bytes(ctx, &args);
+    check_workspace w = check_workspace_make(bytes);
+    args.workspace = w.data;
+    args.workspace_bytes = w.bytes;
+    gk_explanation found = GK_EXPLANATION_INIT;
+    check_result(gk_weight_gemm(ctx, &args) == GK_OK, "%s", gk_last_error());
+    check_result(gk_explain_weight_gemm(ctx, &args, &found) == GK_OK, "%s", gk_last_error());
+    check_workspace_end(&w);
+    check_equal("out without offs", &out.t, expected);
+    args.size -= 1;
+    check_result(gk_weight_gemm(ctx, &args) == GK_ERR_ARGUMENT, "a shorter struct was taken");
+}
+
 static void check_weight(int64_t m, int64_t n, int64_t k) {
     static const int64_t groups[] = {16, 32, 64, 128, 256};
-    for (int f = 0; f < 18; ++f) {
+    static const gk_dtype dtypes[] = {GK_BF16, GK_F16, GK_E4M3};
+    for (int f = 0; f < 36; ++f) {
         const gk_weight_format format = (gk_weight_format)(f % 6);
-        const gk_dtype dtype = f < 6 ? GK_BF16 : f < 12 ? GK_F16 : GK_E4M3;
+        const gk_dtype dtype = dtypes[f / 6 % 3];
+        const bool grouped = f >= 18;
+        const int64_t four = 4, rows = grouped ? four * gk_round_up(n, GK_TILE) : n;
         describe("weight_gemm", m, n, k, f);
         const int64_t group = format == GK_MXFP4   ? 32
                               : format == GK_NVFP4 ? 16
                                                    : groups[check_below(5)];
         const int64_t high = gk_ceil_div(k, group),
-                      tiles[3] = {gk_ceil_div(n, 64), gk_ceil_div(k, 64), gk_tile_bytes(format)};
-        check_tensor q = whole(gk_code_dtype(format), n, k, format == GK_INT4 ? 7 : 3);
-        for (int64_t i = 0; gk_code_dtype(format) == GK_U8 && i < n * k; ++i)
+                      tiles[3] = {gk_ceil_div(rows, 64), gk_ceil_div(k, 64), gk_tile_bytes(format)};
+        check_tensor q = whole(gk_code_dtype(format), rows, k, format == GK_INT4 ? 7 : 3);
+        for (int64_t i = 0; gk_code_dtype(format) == GK_U8 && i < rows * k; ++i)
             check_set(&q.t, i, (double)check_below(16));
-        check_tensor packed = check_dense(GK_U8, 3, tiles), again = dense(q.t.dtype, n, k);
+        check_tensor packed = check_dense(GK_U8, 3, tiles), again = dense(q.t.dtype, rows, k);
         gk_context ctx = check_context(isa, workers);
         gk_pack_weight_args pack = GK_PACK_WEIGHT_ARGS_INIT;
         pack.q = q.t;
@@ -116,14 +141,22 @@ static void check_weight(int64_t m, int64_t n, int64_t k) {
         check_result(gk_pack_weight(&ctx, &pack) == GK_OK, "%s", gk_last_error());
         gk_unpack_weight_args unpack = GK_UNPACK_WEIGHT_ARGS_INIT;
         unpack.packed = packed.t;
-        unpack.n = n;
+        unpack.n = rows;
         unpack.k = k;
         unpack.format = format;
         unpack.q = again.t;
         check_result(gk_unpack_weight(&ctx, &unpack) == GK_OK, "%s", gk_last_error());
         check_result(check_same_bits(&again.t, &q.t), "unpacked codes differ");
 
-        check_tensor a = whole(dtype, m, k, 2), scale = powers(high, n), scale_a = powers(m, 1);
+        check_tensor a = whole(dtype, m, k, 2), scale = powers(high, rows), scale_a = powers(m, 1);
+        check_tensor zero = whole(GK_U8, high, rows, 0), bias = whole(GK_F32, four, n, 3);
+        check_tensor offs = check_dense(GK_I32, 1, &four);
+        for (int64_t i = 0; i < high * rows; ++i) check_set(&zero.t, i, (double)check_below(16));
+        int64_t end = 0;
+        for (int64_t g = 0; g < four; ++g) {
+            end += g == 1 ? 0 : check_below(m - end + 1);
+            check_set(&offs.t, g, (double)end);
+        }
         check_tensor out = dense(GK_F32, m, n), expected = dense(GK_F32, m, n);
         gk_weight_gemm_args args = GK_WEIGHT_GEMM_ARGS_INIT;
         args.a = a.t;
@@ -133,7 +166,13 @@ static void check_weight(int64_t m, int64_t n, int64_t k) {
         args.format = format;
         args.out = out.t;
         if (dtype == GK_E4M3) args.scale_a = &scale_a.t;
+        if (grouped) {
+            args.offs = &offs.t;
+            args.bias = &bias.t;
+            if (format == GK_UINT4) args.zero = &zero.t;
+        }
         BOTH(weight_gemm, args, out, expected);
+        if (!grouped) check_without_offs(&ctx, args, &expected.t);
         check_free(0);
     }
 }

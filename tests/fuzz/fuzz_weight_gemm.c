@@ -53,12 +53,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                                                                           : dtype;
     const int64_t m = fz_size(129), n = fz_size(129), k = fz_size(129), of_out[2] = {m, n},
                   of_a1[2] = {m, 1};
+    const bool grouped = fz_one_in(2);
+    const int64_t ends = fz_int(0, 5), of_bias[2] = {ends, n};
+    const int64_t rows = grouped ? ends * gk_round_up(n, GK_TILE) : n;
     const int64_t group = format == GK_MXFP4 ? 32 : format == GK_NVFP4 ? 16 : groups[fz_int(0, 5)];
-    const int64_t of_scale[2] = {k ? gk_ceil_div(k, gk_min_i64(group, k)) : 0, n};
+    const int64_t of_scale[2] = {k ? gk_ceil_div(k, gk_min_i64(group, k)) : 0, rows};
     gk_weight_gemm_args args = GK_WEIGHT_GEMM_ARGS_INIT;
     args.format = format;
     args.n = n;
-    args.packed = packed_of(&ctx, format, n, k);
+    args.packed = packed_of(&ctx, format, rows, k);
     args.a = fz_codes(dtype, m, k, FZ_INPUT);
     const gk_dtype of_format = format == GK_MXFP4   ? GK_E8M0
                                : format == GK_NVFP4 ? GK_E4M3
@@ -67,7 +70,21 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.scale = fz_make(fz_one_in(2) ? GK_F32 : of_format, 2, of_scale, FZ_INPUT);
     for (int64_t i = 0; i < gk_numel(&args.scale); ++i)
         fz_set(&args.scale, i, exp2(rint(fz_uniform())));
-    gk_tensor zero, whole, scale_a, bias;
+    gk_tensor zero, whole, scale_a, bias, offs;
+    bool bad = false;
+    if (grouped) {
+        offs = fz_make(GK_I32, 1, &ends, FZ_RESULT);
+        fz_all[fz_count - 1].result = false;
+        args.offs = &offs;
+        int64_t end = 0;
+        for (int64_t g = 0; g < ends; ++g) {
+            const int64_t step = fz_int(0, 60);
+            if (step == 60) bad = true;
+            end =
+                step == 60 ? (fz_one_in(2) ? -1 : m + 1) : gk_min_i64(m, gk_max_i64(end, 0) + step);
+            fz_set(&offs, g, (double)end);
+        }
+    }
     const int extra = (int)fz_int(0, 7);
     if (extra & 1 && format == GK_UINT4) {
         zero = fz_make(GK_U8, 2, of_scale, FZ_INPUT);
@@ -85,7 +102,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         args.scale_a = &scale_a;
     }
     if (extra & 2) {
-        bias = fz_make(extra & 4 ? GK_F32 : out, 1, &n, FZ_INPUT);
+        const int one = grouped ? (int)fz_int(0, 1) : 1;
+        bias = fz_make(extra & 4 ? GK_F32 : out, 2 - one, of_bias + one, FZ_INPUT);
         args.bias = &bias;
     }
     args.activation = (gk_activation)fz_int(0, 4);
@@ -93,11 +111,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
     gk_weight_gemm_args judge = args;
     judge.out = fz_judged(&args.out);
-    gk_tensor *const all[] = {&args.a, &args.packed, &args.scale, &args.out,
-                              args.bias ? &bias : NULL};
-    const bool wrong = fz_corrupt(all, 5, 5);
+    gk_tensor *const all[] = {&args.a,
+                              &args.packed,
+                              &args.scale,
+                              &args.out,
+                              args.bias ? &bias : NULL,
+                              grouped ? &offs : NULL};
+    const bool wrong = fz_corrupt(all, 6, 6);
     const gk_status status = fz_call("gk_weight_gemm", &ctx, &args, bytes_of, call, &args.workspace,
                                      &args.workspace_bytes, wrong);
+    FZ_REQUIRE(wrong || !bad || status != GK_OK, "weight_gemm took bad ends");
     FZ_REQUIRE(wrong || status != GK_ERR_ARGUMENT || k == 0, "weight_gemm refused a good call: %s",
                gk_last_error());
     if (!wrong && status == GK_OK) {

@@ -412,7 +412,7 @@ def test_models_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("family", ("mixtral", "qwen3_moe", "gpt_oss"))
-@pytest.mark.parametrize("recipe", ("fp8", "w4", "int8"))
+@pytest.mark.parametrize("recipe", ("fp8", "w4", "nvfp4", "int8"))
 def test_mixtures_of_experts(family, recipe, tmp_path):
     """Directories of mixtures, whose files have other names than transformers' modules (Mixtral,
     Qwen3) or the same (gpt-oss): the loaded model has the bits of the model that was quantised in

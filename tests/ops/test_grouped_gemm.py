@@ -401,7 +401,7 @@ def test_bad_ends(device):
         if device == "cuda":
             torch_gpukern.grouped_gemm(a, b, offs(ends, device))
             torch.cuda.synchronize()
-            with pytest.raises(IndexError, match="grouped_gemm: offs"):
+            with pytest.raises(IndexError, match="grouped_gemm and weight_gemm: offs"):
                 torch_gpukern.check_errors()
         else:
             with pytest.raises(IndexError, match="gpukern::grouped_gemm: " + text):

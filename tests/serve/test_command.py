@@ -204,7 +204,7 @@ def test_a_directory_of_another_tool_is_served(model_dir, tmp_path):
         ready(foreign, recipe="w8")
 
 
-@pytest.mark.parametrize("recipe", ("fp8", "w4"))
+@pytest.mark.parametrize("recipe", ("fp8", "w4", "nvfp4"))
 def test_a_mixture_of_experts_is_served_in_few_bits(model_dir, tmp_path, recipe):
     """Experts are quantised as the server begins, or read. Router and head keep their bits."""
     pytest.importorskip("transformers", minversion="5.10")

@@ -211,19 +211,36 @@ def _add_weight(p: argparse.ArgumentParser) -> None:
         type=whole(1),
         help="columns that share a scale; default: 128, mxfp4 32, nvfp4 16",
     )
+    p.add_argument(
+        "--groups",
+        type=whole(1),
+        help="number of weights, which share the M rows evenly; default: one without offs",
+    )
 
 
 def _weight(args: argparse.Namespace) -> tuple[list, dict]:
     m, n, k = args.m, args.n, args.k
     group = min(args.group or _GROUPS[args.format], max(k, 1))
     tile = 4096 if args.format in ("int8", "e4m3") else 2048
-    packed = _filled(args, 0x11, -(-n // 64), -(-k // 64), tile, dtype=torch.uint8)
+    tiles, columns, more = -(-n // 64), n, {}
+    if args.groups:
+        more["offs"] = _ends(args, m)
+        tiles *= args.groups
+        columns = 64 * tiles
+    packed = _filled(args, 0x11, tiles, -(-k // 64), tile, dtype=torch.uint8)
     a = _dense(args, m, k)
     # the dtypes of the scales that `torch_gpukern.nn.quantize` makes
     dtype = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(args.format, a.dtype)
-    scale = _filled(args, 1, -(-k // group), n, dtype=dtype)
-    zero = _filled(args, 8, -(-k // group), n, dtype=torch.uint8)
-    return [a, packed, scale, n, args.format], {"zero": zero} if args.format == "uint4" else {}
+    scale = _filled(args, 1, -(-k // group), columns, dtype=dtype)
+    if args.format == "uint4":
+        more["zero"] = _filled(args, 8, -(-k // group), columns, dtype=torch.uint8)
+    return [a, packed, scale, n, args.format], more
+
+
+def _ends(args: argparse.Namespace, m: int) -> torch.Tensor:
+    """offs of args.groups groups, which share M rows evenly."""
+    counted = torch.arange(1, args.groups + 1, device=device_of(args.device))
+    return (counted * m // args.groups).int()
 
 
 def _add_grouped(p: argparse.ArgumentParser) -> None:
@@ -244,7 +261,7 @@ def _add_grouped(p: argparse.ArgumentParser) -> None:
 def _grouped(args: argparse.Namespace) -> tuple[list, dict]:
     """b is stored transposed, as weights are."""
     m, n, k, groups = args.m, args.n, args.k, args.groups
-    offs = (torch.arange(1, groups + 1, device=device_of(args.device)) * m // groups).int()
+    offs = _ends(args, m)
     if args.dtype not in _CODES:
         return [_dense(args, m, k), _dense(args, groups, n, k).mT, offs], {}
     of_a, of_b = ("row", "row") if args.scales == "row" else ("1x128", "128x128")

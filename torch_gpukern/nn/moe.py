@@ -28,13 +28,11 @@ class ExpertWeights(Protocol):
     def shape(self) -> tuple[int, int, int]:
         """(E, K, N)"""
 
-    def times(self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-        """The products of rows [R, K], sorted by expert: expert which[r] multiplies row r, and
-        expert e the rows before ends[e]. Rows of no expert may hold anything in the result."""
+    def times(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+        """The products of rows [R, K], sorted by expert: those of expert e end at ends[e]. Rows of
+        no expert may hold anything in the result."""
 
-    def times_swiglu(
-        self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def times_swiglu(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
         """`times` of swiglu(rows)."""
 
 
@@ -85,23 +83,21 @@ def grouped_experts(
     every = torch.arange(up.shape[0], device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
     rows = x.index_select(0, order // each)
-    rows = _times(rows, up, experts, ends, up_bias)
+    rows = _times(rows, up, ends, up_bias)
     if gate is swiglu and not isinstance(down, Tensor):
-        rows = down.times_swiglu(rows, experts, ends, down_bias)
+        rows = down.times_swiglu(rows, ends, down_bias)
     else:
-        rows = _times(gate(rows), down, experts, ends, down_bias)
+        rows = _times(gate(rows), down, ends, down_bias)
     if after is not None:
         rows = after(rows)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
     return weighted_sum(rows.index_select(0, place), weight_of, chosen).to(x.dtype)
 
 
-def _times(
-    rows: Tensor, w: Tensor | ExpertWeights, which: Tensor, ends: Tensor, bias: Tensor | None
-) -> Tensor:
+def _times(rows: Tensor, w: Tensor | ExpertWeights, ends: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(w, Tensor):
         return grouped_gemm(rows, w, ends, bias=bias)
-    return w.times(rows, which, ends, bias)
+    return w.times(rows, ends, bias)
 
 
 def marked(expert_of: Tensor, experts: int) -> tuple[Tensor, Tensor]:

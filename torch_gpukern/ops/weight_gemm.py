@@ -10,6 +10,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from .define import define_op
 from .gemm import Activation, gemm
+from .grouped_gemm import bias_gradient, grouped_gemm
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_tensors
 
@@ -20,7 +21,7 @@ WeightFormat = Literal["int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4"]
 _TILE = 64
 # The size that the low three bits of an e2m1 code stand for. The fourth bit is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SAVED = ("packed", "scale", "zero", "global_scale")
+_SAVED = ("packed", "scale", "zero", "global_scale", "offs")
 _CODES = {
     "int4": torch.int8,
     "uint4": torch.uint8,
@@ -114,32 +115,42 @@ def weight_gemm(
     bias: Tensor | None = None,
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
+    offs: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Activations times a packed weight of 4 or 8 bits.
+    """Activations times a packed weight of 4 or 8 bits, or times one for each group of rows.
 
     ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale``,
     rounded to a's dtype, and sums in float32. For a float8_e4m3fn a, the float32 sum of each group
     of k is multiplied by the group's scale instead. CUDA does the same for a small M of any dtype.
     Weights are then not rounded.
 
+    With offs, rows ``offs[g - 1]:offs[g]`` of a are multiplied by the weight of group g: the experts
+    of a mixture in one call. The weights of the G groups are packed below each other as one weight
+    of G N' rows, and each group has N' = N rounded up to 64, so that it begins with a whole tile.
+    Groups may be empty. Result rows after the last group are 0, whatever a holds there. On CUDA offs
+    is read on the device.
+
     Args:
-        a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.
-        packed: the result of `pack_weight` for [N, K], or a slice of it.
-        scale: [ceil(K / g), N], any strides. g consecutive k share a scale: 16, 32, 64, 128, 256 or
-            K. In float32 or a's dtype (bfloat16 for a float8_e4m3fn a). For "mxfp4" float8_e8m0fnu
-            or float32 and g = 32; for "nvfp4" float8_e4m3fn or float32 and g = 16.
-        n: rows of the weight, columns of the result.
+        a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a. With offs
+            [M, K].
+        packed: the result of `pack_weight` for [N, K], or a slice of it. With offs for [G N', K].
+        scale: [ceil(K / g), N], any strides; with offs [ceil(K / g), G N']. g consecutive k share a
+            scale: 16, 32, 64, 128, 256 or K. In float32 or a's dtype (bfloat16 for a float8_e4m3fn
+            a). For "mxfp4" float8_e8m0fnu or float32 and g = 32; for "nvfp4" float8_e4m3fn or
+            float32 and g = 16.
+        n: N, rows of the weight (with offs, of each group's) and columns of the result.
         format: the format of packed.
         zero: uint8 of scale's shape, for "uint4". None is 8.
         global_scale: float32 [] or [1], for "nvfp4".
         scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: scales of its rows, as
             `quantize` returns them.
         bias: [N] float32, or the dtype of a 16-bit result. With a float32 result also any 16-bit
-            dtype.
+            dtype. With offs also [G, N].
         activation: as in `gemm`.
         out_dtype: a's dtype or float32. For a float8_e4m3fn a bfloat16 (the default), float16 or
             float32.
+        offs: [G] int32: the end of each group of rows of a. None is one group.
 
     Returns:
         [..., M, N] contiguous. If a row of a is a single 1 and zeros, the result row is a column of
@@ -150,15 +161,18 @@ def weight_gemm(
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take.
+        IndexError: offs that decrease or exceed the rows. On CUDA they are clamped, and the next
+            call or `check_errors` raises.
 
-    Frantar et al., "MARLIN" (2024), arXiv:2408.11743.
+    Frantar et al., "MARLIN" (2024), arXiv:2408.11743; Gale et al., "MegaBlocks" (2022),
+    arXiv:2211.15841.
     """
     if more or unknown:
         refuse_unknown(weight_gemm, unknown, more)
     if isinstance(scale_a, Tensor) and scale_a.dim() > 2 and scale_a.shape[:-1] == a.shape[:-1]:
         scale_a = scale_a.flatten(0, -2)  # the op counts rows over all leading dimensions
     return _weight_gemm.call(
-        a, packed, scale, n, format, zero, global_scale, scale_a, bias, activation, out_dtype
+        a, packed, scale, n, format, zero, global_scale, scale_a, bias, activation, out_dtype, offs
     )
 
 
@@ -247,18 +261,31 @@ def _save(needs, args, out):
             f"{NAMESPACE}::weight_gemm: gradients are those of a 16-bit a and of bias, without an "
             f"activation"
         )
-    more = {"dtype": a.dtype, "k": a.shape[-1], "bias_dtype": None if bias is None else bias.dtype}
-    return tuple(given[name] if needs[0] else None for name in _SAVED), more
+    form = None if bias is None else (bias.dim(), bias.dtype)
+    more = {"dtype": a.dtype, "k": a.shape[-1], "form": form}
+    kept = tuple(given[name] if needs[0] or name == "offs" else None for name in _SAVED)
+    return kept, more
 
 
-def _backward(needs, packed, scale, zero, global_scale, n, format, dtype, k, bias_dtype, **values):
+def _backward(needs, packed, scale, zero, global_scale, offs, n, format, dtype, k, form, **values):
     """The gradient of a multiplies by the whole weight, decoded in a's dtype."""
     grad, made = values[f"grad_{_weight_gemm.results[0]}"], {}
     if "a" in needs:
-        w = decode_weight(packed, scale, n, k, format, dtype, zero=zero, global_scale=global_scale)
-        made["a"] = gemm(grad.to(dtype), w)
+        rows = n if offs is None else scale.shape[1]
+        w = decode_weight(
+            packed, scale, rows, k, format, dtype, zero=zero, global_scale=global_scale
+        )
+        if offs is None:
+            made["a"] = gemm(grad.to(dtype), w)
+        else:
+            groups = w.view(offs.shape[0], -(-n // _TILE) * _TILE, k)[:, :n]
+            made["a"] = grouped_gemm(grad.to(dtype), groups, offs)
     if "bias" in needs:
-        made["bias"] = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+        dims, bias_dtype = form
+        if offs is None:
+            made["bias"] = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(bias_dtype)
+        else:
+            made["bias"] = bias_gradient(grad, offs, True, dims, bias_dtype)
     return made
 
 

@@ -199,9 +199,35 @@ def weight_gemm(
     bias=None,
     activation="none",
     out_dtype=None,
+    offs=None,
 ):
-    """activation(a @ decoded weight^T * scale_a + bias), from unpacked codes q [N, K]."""
+    """activation(a @ decoded weight^T * scale_a + bias), from unpacked codes q [N, K].
+
+    With offs, q is [G, N, K], and each group of rows of a has its own weight. scale and zero are
+    those of the op, [ceil(K / g), G N'] with N' = N rounded up to 64."""
     eight = a.dtype is torch.float8_e4m3fn
+    out_dtype = out_dtype or (torch.bfloat16 if eight else a.dtype)
+    if offs is not None:
+        each, rows = -(-q.shape[1] // 64) * 64, q.shape[1]
+        ends, parts = [0, *offs.tolist()], []
+        per_row = None if scale_a is None else spread(scale_a, a.shape[0], 1).expand(len(a), 1)
+        for g, (lo, hi) in enumerate(zip(ends, ends[1:], strict=False)):
+            columns = slice(g * each, g * each + rows)
+            part = weight_gemm(
+                a[lo:hi],
+                q[g],
+                scale[:, columns],
+                format,
+                zero=None if zero is None else zero[:, columns],
+                global_scale=global_scale,
+                scale_a=None if per_row is None else per_row[lo:hi],
+                bias=bias[g] if bias is not None and bias.dim() == 2 else bias,
+                activation=activation,
+                out_dtype=out_dtype,
+            )
+            parts.append(part)
+        rest = a.new_zeros((a.shape[0] - ends[-1], rows), dtype=out_dtype)
+        return torch.cat([*parts, rest])
     w = decoded(
         q,
         scale,
@@ -215,7 +241,7 @@ def weight_gemm(
         x = x * spread(scale_a, a.shape[-2], 1)
     if bias is not None:
         x = x + bias.double()
-    return ACTIVATIONS[activation](x).to(out_dtype or (torch.bfloat16 if eight else a.dtype))
+    return ACTIVATIONS[activation](x).to(out_dtype)
 
 
 def pack_weight(q, format, *, scale=None):

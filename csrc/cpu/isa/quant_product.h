@@ -162,17 +162,21 @@ static void quant_results(quant_product *p, gk_activation activation, const gk_t
     }
 }
 
-/* Chooses the size of tasks and returns their number. */
-static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
+/* Chooses the size of tasks, so that there are at least `wanted` if N allows it, and returns their
+ * number. */
+static int64_t quant_tasks_of(quant_product *p, int64_t wanted) {
     p->block = scaled_block(p, KB);
     p->row_tasks = gk_ceil_div(p->m, MB);
     p->mb = p->row_tasks ? gk_ceil_div(p->m, p->row_tasks) : 0;
     p->nb = NB;
-    while (p->nb > NB / 4 && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx))
-        p->nb /= 2;
+    while (p->nb > NB / 4 && p->row_tasks * gk_ceil_div(p->n, p->nb) < wanted) p->nb /= 2;
     p->col_tasks = gk_ceil_div(p->n, p->nb);
     quant_memory(p, p->mb, p->nb);
     return p->row_tasks * p->col_tasks;
+}
+
+static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
+    return quant_tasks_of(p, 2 * gk_num_threads(ctx));
 }
 
 static void quant_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {

@@ -13,32 +13,19 @@
  *
  * A task is 64 columns of the result. It reads its row of tiles, which are consecutive in
  * memory. Workspace: the reordered a; per worker the sums and the results. Not served: larger M,
- * an e4m3 a. */
+ * an e4m3 a, and calls with offs, whose small groups weight_gemm.c multiplies by the functions of
+ * weight_skinny.h. */
 #include "../../core/invariant.h"
 #include "../../formats/weight_tile.h"
 #include "codes_vec.h"
 #include "tile.h"
+#include "weight_skinny.h"
 
 enum {
-    /* most rows of a; at 16 rows weight_gemm is as fast, because it decodes once for 128 rows */
-    SKINNY_ROWS = 8,
     WORDS = 16, /* words that are decoded together: 64 bytes */
     PARTS = WORDS / W
 };
-
-typedef struct skinny_plan {
-    int64_t m, n, k, tiles_k, worker_bytes, a_bytes;
-    int group_log2;
-} skinny_plan;
 GK_PLAN_HOLDS(skinny_plan);
-
-typedef struct skinny_job {
-    const gk_weight_gemm_args *g;
-    skinny_plan p;
-    float *a;      /* [m][tile of k][vector of 4][WORDS] */
-    char *workers; /* each: sums [64][m][WORDS], results [m][64] */
-    float global_scale;
-} skinny_job;
 
 /* The k within a tile that lane `lane` of vector v holds. 4 bits: v = 2 j + i; 8 bits: v = 2
  * high + i. */
@@ -48,21 +35,20 @@ static int k_of(bool is_4_bit, int v, int lane) {
     return 32 * (v / 2) + 16 * (rest / 2) + 8 * (rest % 2) + 2 * t + i;
 }
 
-static void order_a(const skinny_job *jb) {
+static void order_row(const skinny_job *jb, int64_t i) {
     const gk_tensor *a = &jb->g->a;
     const int64_t a_m = a->stride[a->ndim - 2], a_k = a->stride[a->ndim - 1];
     const bool is_4_bit = gk_is_4_bit(jb->g->format);
     int at[4][WORDS];
     for (int v = 0; v < 4; ++v)
         for (int lane = 0; lane < WORDS; ++lane) at[v][lane] = k_of(is_4_bit, v, lane);
-    float *to = jb->a;
-    for (int64_t i = 0; i < jb->p.m; ++i)
-        for (int64_t tile = 0; tile < jb->p.tiles_k; ++tile)
-            for (int v = 0; v < 4; ++v)
-                for (int lane = 0; lane < WORDS; ++lane) {
-                    const int64_t k = tile * GK_TILE + at[v][lane];
-                    *to++ = k < jb->p.k ? (float)gk_load(a->data, a->dtype, i * a_m + k * a_k) : 0;
-                }
+    float *to = jb->a + i * jb->p.tiles_k * 4 * WORDS;
+    for (int64_t tile = 0; tile < jb->p.tiles_k; ++tile)
+        for (int v = 0; v < 4; ++v)
+            for (int lane = 0; lane < WORDS; ++lane) {
+                const int64_t k = tile * GK_TILE + at[v][lane];
+                *to++ = k < jb->p.k ? (float)gk_load(a->data, a->dtype, i * a_m + k * a_k) : 0;
+            }
 }
 
 /* The values of W codes in the low bits of words, minus their zero. */
@@ -142,12 +128,10 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
     }
 }
 
-static void skinny_task(void *arg, int64_t t, int64_t worker) {
-    const skinny_job *jb = arg;
+static void columns(const skinny_job *jb, int64_t t, char *memory) {
     const gk_weight_gemm_args *g = jb->g;
     const int64_t m = jb->p.m, n0 = t * GK_TILE, rows = gk_min_i64(GK_TILE, jb->p.n - n0);
-    float *sums = (float *)(void *)(jb->workers + worker * jb->p.worker_bytes),
-          *results = sums + GK_TILE * m * WORDS;
+    float *sums = (float *)(void *)memory, *results = sums + GK_TILE * m * WORDS;
     memset(sums, 0, (size_t)(GK_TILE * m * WORDS) * sizeof *sums);
     const uint8_t *tiles = (const uint8_t *)g->packed.const_data + t * g->packed.stride[0];
     for (int64_t k = 0; k < jb->p.tiles_k; ++k) {
@@ -189,38 +173,57 @@ static void skinny_task(void *arg, int64_t t, int64_t worker) {
     SYM(gk_gemm_isa).store(&e, results, GK_TILE, m, rows);
 }
 
-static bool plan_skinny(const gk_context *ctx, const void *args, gk_plan *plan) {
-    const gk_weight_gemm_args *g = args;
-    skinny_plan *p = GK_OWN(skinny_plan, plan);
-    const int nd = g->a.ndim;
-    p->m = 1;
+static bool plan_product(const gk_weight_gemm_args *g, int64_t m, skinny_plan *p) {
+    p->m = m;
     p->n = g->n;
-    p->k = g->a.shape[nd - 1];
-    for (int d = 0; d < nd - 1; ++d) p->m *= g->a.shape[d];
+    p->k = g->a.shape[g->a.ndim - 1];
     p->group_log2 = gk_group_log2(p->k, g->scale.shape[0]);
     /* with 8 bits a lane's four values come from both halves of the tile, which must share a
      * group */
-    if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 || gk_batch_invariant() ||
+    if (g->a.dtype == GK_E4M3 || m > SKINNY_ROWS || m == 0 || p->k == 0 || gk_batch_invariant() ||
         (!gk_is_4_bit(g->format) && p->group_log2 < 6))
         return false;
     p->tiles_k = gk_ceil_div(p->k, GK_TILE);
-    p->a_bytes = gk_round_up(p->m * p->tiles_k * 4 * WORDS * (int64_t)sizeof(float), 64);
-    p->worker_bytes = gk_round_up((GK_TILE * p->m * (WORDS + 1) + W) * (int64_t)sizeof(float), 64);
+    p->row_bytes = p->tiles_k * 4 * WORDS * (int64_t)sizeof(float);
+    p->worker_bytes = gk_round_up((GK_TILE * m * (WORDS + 1) + W) * (int64_t)sizeof(float), 64);
+    return true;
+}
+const gk_skinny_isa SYM(gk_skinny_isa) = {plan_product, order_row, columns};
+
+/* ---- a call of one group --------------------------------------------------------------------- */
+typedef struct skinny_call {
+    skinny_job job;
+    char *workers; /* each: sums [64][m][WORDS], results [m][64] */
+} skinny_call;
+
+static void skinny_task(void *arg, int64_t t, int64_t worker) {
+    const skinny_call *c = arg;
+    columns(&c->job, t, c->workers + worker * c->job.p.worker_bytes);
+}
+
+static bool plan_skinny(const gk_context *ctx, const void *args, gk_plan *plan) {
+    const gk_weight_gemm_args *g = args;
+    skinny_plan *p = GK_OWN(skinny_plan, plan);
+    int64_t m = 1;
+    for (int d = 0; d < g->a.ndim - 1; ++d) m *= g->a.shape[d];
+    if (g->offs || !plan_product(g, m, p)) return false;
     plan->tasks = gk_ceil_div(p->n, GK_TILE);
     plan->tile[0] = p->m;
     plan->tile[1] = GK_TILE;
     plan->tile[2] = GK_TILE;
     plan->workspace_bytes =
-        (size_t)(p->a_bytes + gk_num_workers(ctx, plan->tasks) * p->worker_bytes);
+        (size_t)(m * p->row_bytes + gk_num_workers(ctx, plan->tasks) * p->worker_bytes);
     return true;
 }
 
 static void run_skinny(const gk_context *ctx, const void *args, const gk_plan *plan,
                        void *workspace) {
-    skinny_job jb = {.g = args, .p = *GK_OWN_CONST(skinny_plan, plan), .a = workspace};
-    jb.workers = (char *)workspace + jb.p.a_bytes;
-    jb.global_scale = jb.g->global_scale ? *(const float *)jb.g->global_scale->const_data : 1;
-    order_a(&jb);
-    gk_parallel(ctx, plan->tasks, skinny_task, &jb);
+    const skinny_plan *p = GK_OWN_CONST(skinny_plan, plan);
+    skinny_call c = {.job = {.g = args, .p = *p, .a = workspace}};
+    c.workers = (char *)workspace + p->m * p->row_bytes;
+    c.job.global_scale =
+        c.job.g->global_scale ? *(const float *)c.job.g->global_scale->const_data : 1;
+    for (int64_t i = 0; i < p->m; ++i) order_row(&c.job, i);
+    gk_parallel(ctx, plan->tasks, skinny_task, &c);
 }
 const gk_cpu_kernel SYM(gk_weight_skinny) = {plan_skinny, run_skinny};

@@ -11,7 +11,7 @@
  * (csrc/formats/weight_tile.h) to shared memory by stmatrix and stores rows of 128 bytes. Scales
  * and zero points may have any strides and dtype.
  *
- * Workspace: w, then the product's own workspace. Refuses 8-bit a. */
+ * Workspace: w, then the product's own workspace. Refuses 8-bit a and groups of rows. */
 #include "../ptx/stmatrix.cuh"
 #include "quant/tiles.h"
 #include "quant/weight_decode.cuh"
@@ -145,8 +145,8 @@ bool plan_decoded(const gk_cuda_instance *instance, const gk_context *ctx, const
                   gk_plan *to) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const int64_t m = weight_rows(g->a), n = g->n, k = g->a.shape[g->a.ndim - 1], most = 1 << 30;
-    if (code_of(g->format) != instance->key[KEY_CODE] || m == 0 || n == 0 || k == 0 || m > most ||
-        n > most || k > most)
+    if (g->offs || code_of(g->format) != instance->key[KEY_CODE] || m == 0 || n == 0 || k == 0 ||
+        m > most || n > most || k > most)
         return false;
     if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 || g->packed.stride[1] % 16)
         return false;

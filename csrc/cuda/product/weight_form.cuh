@@ -258,8 +258,9 @@ inline bool weight_side_fits(const gk_tensor &t) {
            (t.shape[0] == 1 || gk_whole_chunks(t.dtype, t.stride[0]));
 }
 
-/* True if the call has form F, and TMA and bulk copies can read its operands. */
-template <class F> bool weight_form_serves(const gk_weight_gemm_args *g) {
+/* True if the call has form F, and TMA and bulk copies can read its operands. The call may have
+ * groups of rows. */
+template <class F> bool weight_form_fits(const gk_weight_gemm_args *g) {
     const int64_t m = weight_rows(g->a), n = g->n, k = weight_k(g), most = 1 << 30;
     if (g->a.dtype != element<typename F::T>::dtype || code_of(g->format) != F::C) return false;
     if (g->scale.dtype != F::SCALE || (g->zero != NULL) != F::ZERO) return false;
@@ -277,20 +278,22 @@ template <class F> bool weight_form_serves(const gk_weight_gemm_args *g) {
            (m == 1 || (step_m > 0 && step_m % 8 == 0));
 }
 
-template <class F, class S, int ROWS, int TILES, int NT>
-gk_status weight_operands(const gk_weight_gemm_args *g, WeightOperands *w) {
-    const int64_t m = weight_rows(g->a), k = weight_k(g), n = g->n;
+/* The same for kernels without groups of rows. */
+template <class F> bool weight_form_serves(const gk_weight_gemm_args *g) {
+    return !g->offs && weight_form_fits<F>(g);
+}
+
+/* The activations as panels of 64 columns. */
+inline TensorShape token_panels(const gk_weight_gemm_args *g) {
+    const int64_t m = weight_rows(g->a), k = weight_k(g);
     const int64_t ld = m == 1 ? gk_round_up(k, 8) : g->a.stride[g->a.ndim - 2];
-    const TensorShape a = {g->a.data, g->a.dtype, {64, m, k / 64, 1, 1}, {1, ld, 64, 0, 0}, false};
-    const int whole = (int)(m / NT * NT), rest = box_tokens<NT>((int)m, whole);
-    if (whole > 0)
-        if (const gk_status failed =
-                make_tensor_map("weight_gemm", a, wgmma_box(2, NT, TILES), &w->a))
-            return failed;
-    if (rest > 0)
-        if (const gk_status failed =
-                make_tensor_map("weight_gemm", a, wgmma_box(2, rest, TILES), &w->a_end))
-            return failed;
+    return {g->a.data, g->a.dtype, {64, m, k / 64, 1, 1}, {1, ld, 64, 0, 0}, false};
+}
+
+/* All but the maps of the activations. n: rows of the weight, those of all groups. */
+template <class F, class S, int ROWS>
+gk_status weight_codes(const gk_weight_gemm_args *g, int64_t n, WeightOperands *w) {
+    const int64_t k = weight_k(g);
     w->log2 = gk_group_log2(k, g->scale.shape[0]);
     if (w->log2 > 30) w->log2 = 30;
     const int box_rows = F::GROUP < 128 || w->log2 == 7 ? S::GROUPS : 1;
@@ -313,6 +316,21 @@ gk_status weight_operands(const gk_weight_gemm_args *g, WeightOperands *w) {
     w->cols = (int)(k / GK_TILE);
     w->whole = Two<typename F::T>::WHOLE ^ (g->format == GK_INT4 ? 0x00080008u : 0);
     return GK_OK;
+}
+
+template <class F, class S, int ROWS, int TILES, int NT>
+gk_status weight_operands(const gk_weight_gemm_args *g, WeightOperands *w) {
+    const TensorShape a = token_panels(g);
+    const int m = (int)weight_rows(g->a), whole = m / NT * NT, rest = box_tokens<NT>(m, whole);
+    if (whole > 0)
+        if (const gk_status failed =
+                make_tensor_map("weight_gemm", a, wgmma_box(2, NT, TILES), &w->a))
+            return failed;
+    if (rest > 0)
+        if (const gk_status failed =
+                make_tensor_map("weight_gemm", a, wgmma_box(2, rest, TILES), &w->a_end))
+            return failed;
+    return weight_codes<F, S, ROWS>(g, g->n, w);
 }
 
 #endif

@@ -8,14 +8,17 @@
  * halve k if no tile row fills the GPU alone and if K is a multiple of 512, which all instances cut
  * at the same place. Other forms are decoded first and multiplied by gemm, at every M.
  *
+ * Groups of rows take any instance of weight_grouped_wgmma, which all have one order.
+ *
  * On other GPUs, weight_gemm_sm80's instances of 32 rows serve every M, with the number of weight
  * rows that suits one row of a. That number decides how warps share k. */
 #include "../../core/invariant.h"
-#include "quant/weight.cuh"
+#include "quant/weight_groups.cuh"
 #include "weight_price.cuh"
 
 extern "C" const gk_cuda_table gk_weight_wgmma_4bit_table, gk_weight_wgmma_8bit_table,
-    gk_weight_decoded_table, gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
+    gk_weight_decoded_table, gk_weight_grouped_wgmma_table, gk_weight_gemm_4bit_sm80_table,
+    gk_weight_gemm_8bit_sm80_table;
 
 namespace {
 
@@ -76,7 +79,9 @@ bool plan_sm80(const gk_cuda_table &table, const gk_context *ctx, const gk_weigh
     const int64_t rows = plan->tile[1];
     if (!find_instance(table, ctx, g, plan, wide)) return false;
     plan->tile[1] = rows;
-    plan->tasks = gk_ceil_div(weight_rows(g->a), SM80_TOKENS) * gk_ceil_div(g->n, rows);
+    plan->tasks =
+        (g->offs ? token_tiles(g, SM80_TOKENS) : gk_ceil_div(weight_rows(g->a), SM80_TOKENS)) *
+        gk_ceil_div(g->n, rows);
     return gk_grid_fits(plan->tasks);
 }
 
@@ -84,7 +89,9 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     if (!gk_batch_invariant()) return false;
     const auto any = [](const gk_plan &) { return true; };
-    if (gk_gpu_of(ctx->index)->arch == 90 &&
+    const bool hopper = gk_gpu_of(ctx->index)->arch == 90;
+    if (hopper && g->offs && gk_weight_grouped_wgmma_table.plan(ctx, g, plan)) return true;
+    if (hopper && !g->offs &&
         (plan_wgmma(gk_weight_wgmma_4bit_table, ctx, g, plan) ||
          plan_wgmma(gk_weight_wgmma_8bit_table, ctx, g, plan) ||
          find_instance(gk_weight_decoded_table, ctx, g, plan, any)))

@@ -21,6 +21,11 @@
  * an activation, which leave most SMs idle, the ring fills while that kernel runs. Other codes are
  * only brought into L2 then.
  *
+ * Groups of rows (WeightMmaGrouped): a tile is a task of quant/weight_groups.cuh, NT tokens of one
+ * group. Every block lists the tasks first, so no codes are copied before griddepcontrol.wait. A
+ * cluster may have no task. Rows behind the last group's end are tasks without steps, whose results
+ * are zeros.
+ *
  * Workspace: none. Refused forms and operands: weight_form.cuh. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_MMA_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_MMA_CUH
@@ -29,11 +34,26 @@
 #include "../ptx/cluster.cuh"
 #include "../tile/fragment.cuh"
 #include "weight_form.cuh"
+#include "weight_grouped.cuh"
 #include "weight_price.cuh"
+
+struct WeightMmaParams {
+    WeightOperands w;
+    Finish f;
+    int m, n, tiles; /* tiles: of 64 rows of the weight, of one group */
+    bool plain;      /* is_plain */
+};
+struct WeightMmaGroupedParams : WeightMmaParams {
+    Groups groups;
+    int64_t bias_group; /* bytes */
+    int box;            /* rows of the box of tokens */
+};
 
 /* OCC: blocks that fit an SM. */
 template <class F_, int NT_, int OCC_> struct WeightMma {
     typedef F_ F;
+    typedef WeightMmaParams Params;
+    static constexpr bool GROUPED = false;
     static constexpr int NT = NT_, OCC = OCC_, ROWS = GK_TILE, WARPGROUPS = 2,
                          THREADS = 128 * WARPGROUPS + 32;
     /* Packed tiles of a stage, 64 of k each. */
@@ -57,12 +77,45 @@ template <class F_, int NT_, int OCC_> struct WeightMma {
     static_assert(OCC * (SMEM + 1024) <= 228 * 1024, "OCC blocks fit an SM");
 };
 
-struct WeightMmaParams {
-    WeightOperands w;
-    Finish f;
-    int m, n, tiles; /* tiles: of 64 rows of the weight */
-    bool plain;      /* is_plain */
+template <class F, int NT, int OCC> struct WeightMmaGrouped : WeightMma<F, NT, OCC> {
+    typedef WeightMmaGroupedParams Params;
+    static constexpr bool GROUPED = true, EARLY = false;
+    static constexpr int LIST_AT = WeightMma<F, NT, OCC>::MAIL_BARS_AT + 16;
+    static constexpr int SMEM = LIST_AT + (int)sizeof(WeightGroupList) + WGMMA_BLOCK_BYTES;
+    static_assert(OCC * (SMEM + 1024) <= 228 * 1024, "OCC blocks fit an SM");
 };
+
+/* The tile of 64 weight rows that a cluster takes. */
+struct WeightMmaTile {
+    int row, n0;          /* packed tile; the first column of the result */
+    int token0;           /* first row of a in the stages */
+    int group, from, end; /* GROUPED: rows of a whose results are stored */
+    bool empty;           /* GROUPED: rows of no group */
+};
+template <class K>
+__device__ __forceinline__ int mma_tiles(const typename K::Params &p, const WeightGroupList *list) {
+    if constexpr (K::GROUPED)
+        return tasks_in(p.groups, *list);
+    else
+        return p.tiles;
+}
+template <class K>
+__device__ __forceinline__ WeightMmaTile mma_tile(const typename K::Params &p,
+                                                  const WeightGroupList *list, int tile) {
+    if constexpr (K::GROUPED) {
+        const WeightTask at = weight_task<K::NT>(p.groups, *list, tile);
+        const bool empty = at.group == p.groups.count;
+        return {at.group * p.tiles + at.col,
+                at.col * K::ROWS,
+                box_row(at.row, p.box, p.m),
+                at.group,
+                at.row,
+                at.end,
+                empty};
+    } else {
+        return {tile, tile * K::ROWS, 0, 0, 0, p.m, false};
+    }
+}
 
 /* ---- 1 a stage ------------------------------------------------------------------------------- */
 /* Multiplies a stage. codes_s: this thread's codes in the stage's first tile. tokens_s: this
@@ -123,20 +176,26 @@ multiply_stage(float (&sum)[K::SUMS], NanRows<typename K::F> &nan, uint32_t whol
 
 /* ---- 2 producer and consumers ---------------------------------------------------------------- */
 template <class K>
-__device__ __forceinline__ void produce_weight_mma(const WeightMmaParams &p,
+__device__ __forceinline__ void produce_weight_mma(const typename K::Params &p,
+                                                   const WeightGroupList *list,
                                                    tma_ring<K::STAGES> &ring, smem_addr smem_s,
                                                    int step0, int steps, int first, int stride) {
     typedef typename K::F F;
-    const CUtensorMap *const a = p.m < K::NT ? &p.w.a_end : &p.w.a;
+    const CUtensorMap *const a = !K::GROUPED && p.m < K::NT ? &p.w.a_end : &p.w.a;
     prefetch_maps<F>(p.w, a);
     const uint64_t once = l2_first_out(), again = l2_last_out();
     const auto codes = [&](int tile, int step) {
-        mbarrier_arrive_expect_tx(ring.full(), K::Stage::copied(box_tokens<K::NT>(p.m, 0)));
+        int tokens;
+        if constexpr (K::GROUPED)
+            tokens = p.box;
+        else
+            tokens = box_tokens<K::NT>(p.m, 0);
+        mbarrier_arrive_expect_tx(ring.full(), K::Stage::copied(tokens));
         produce_codes<F, typename K::Stage, K::ROWS, K::TILES>(
             p.w, smem_s + ring.stage * K::Stage::BYTES, ring.full(), tile,
             (step0 + step) * K::TILES, once);
     };
-    for (int step = 0; !K::EARLY && step < min(K::STAGES, steps); ++step)
+    for (int step = 0; !K::EARLY && !K::GROUPED && step < min(K::STAGES, steps); ++step)
         prefetch_codes<F, K::ROWS, K::TILES>(p.w, first, (step0 + step) * K::TILES);
     int ahead = 0;
     for (; K::EARLY && ahead < K::STAGES && ahead < steps; ++ahead) {
@@ -146,25 +205,29 @@ __device__ __forceinline__ void produce_weight_mma(const WeightMmaParams &p,
     griddepcontrol_wait();
     ring.stage = 0;
     ring.parity = 0;
-    for (int tile = first; tile < p.tiles; tile += stride)
+    for (int tile = first; tile < mma_tiles<K>(p, list); tile += stride) {
+        const WeightMmaTile at = mma_tile<K>(p, list, tile);
+        if (K::GROUPED && at.empty) continue;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, --ahead) {
             if (ahead <= 0) {
                 ring.wait_empty();
-                codes(tile, step);
+                codes(at.row, step);
             }
             produce_rest<F, typename K::Stage, K::ROWS, K::TILES>(
                 p.w, a, smem_s + ring.stage * K::Stage::BYTES,
-                smem_s + K::SIDE_AT + ring.stage * K::Stage::SIDE, ring.full(), tile * K::ROWS,
-                (step0 + step) * K::TILES, 0, again, once);
+                smem_s + K::SIDE_AT + ring.stage * K::Stage::SIDE, ring.full(), at.row * K::ROWS,
+                (step0 + step) * K::TILES, at.token0, again, once);
             ring.advance();
         }
+    }
 }
 
 template <class K>
 __device__ __forceinline__ void
-consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_addr smem_s,
-                   unsigned rank, int steps, int first, int stride) {
+consume_weight_mma(const typename K::Params &p, const WeightGroupList *list,
+                   tma_ring<K::STAGES> &ring, smem_addr smem_s, unsigned rank, int all_steps,
+                   int first, int stride) {
     typedef typename K::F F;
     typedef typename K::Stage S;
     /* Named barriers. MEET: the second warpgroup's sums are in shared memory. FREE: they have
@@ -181,7 +244,9 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
     int turn = 0;
     unsigned mail_parity = 0;
     griddepcontrol_wait();
-    for (int tile = first; tile < p.tiles; tile += stride) {
+    for (int tile = first; tile < mma_tiles<K>(p, list); tile += stride) {
+        const WeightMmaTile at = mma_tile<K>(p, list, tile);
+        const int steps = K::GROUPED && at.empty ? 0 : all_steps;
         float sum[K::SUMS];
         NanRows<F> nan;
 #pragma unroll
@@ -215,7 +280,7 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
 #pragma unroll
         for (int i = 0; i < K::SUMS; ++i)
             sum[i] += ld_shared_f32(sums_s + i / 4 * 2048 + i % 4 * 4);
-        if (tile + stride < p.tiles) bar_arrive(FREE, 256);
+        if (tile + stride < mma_tiles<K>(p, list)) bar_arrive(FREE, 256);
 
         /* Block `rank` finishes rows 8 rank + lane / 4 of each warp's 16 and sends the others. */
         const smem_addr mail_s = smem_s + K::MAIL_AT + thread * (SENT == 2 ? 8 : 16);
@@ -246,29 +311,39 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
         mbarrier_arrive_cluster(mail_empty, rank ^ 1);
         mail_parity ^= 1;
 
-        const int n = tile * K::ROWS + warp * 16 + rank * 8 + lane / 4;
+        const int n = at.n0 + warp * 16 + rank * 8 + lane / 4;
         if (n >= p.n) continue;
         typename F::T *const to = (typename F::T *)p.f.out + n;
         if (p.plain) {
 #pragma unroll
             for (int i = 0; i < SENT; ++i) {
-                const int m = i / 2 * 8 + lane % 4 * 2 + i % 2;
-                if (m < p.m) to[m * p.f.out_row] = from_f32<typename F::T>(mine[i]);
+                const int m = at.token0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                if ((!K::GROUPED || m >= at.from) && m < at.end)
+                    to[m * p.f.out_row] = from_f32<typename F::T>(mine[i]);
             }
             continue;
         }
 #pragma unroll
         for (int i = 0; i < SENT; ++i) {
-            const int m = i / 2 * 8 + lane % 4 * 2 + i % 2;
-            if (m >= p.m) continue;
-            const float x = finish(p.f, m, n, mine[i]);
+            const int m = at.token0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
+            if ((K::GROUPED && m < at.from) || m >= at.end) continue;
+            float x;
+            if constexpr (K::GROUPED) {
+                Finish f = p.f;
+                if (f.bias) f.bias = (const char *)f.bias + at.group * p.bias_group;
+                x = at.empty ? 0.f : finish(f, m, n, mine[i]);
+            } else {
+                x = finish(p.f, m, n, mine[i]);
+            }
             if (p.f.out_dtype == GK_F32)
                 ((float *)p.f.out)[m * p.f.out_row + n] = x;
             else
                 to[m * p.f.out_row] = from_f32<typename F::T>(x);
         }
     }
-    if (warpgroup == 0) /* wait for the other block's last arrival before this block exits */
+    if (K::GROUPED && first >= mma_tiles<K>(p, list))
+        barrier_cluster_wait();
+    else if (warpgroup == 0) /* wait for the other block's last arrival before this block exits */
         mbarrier_wait(mail_empty, mail_parity ^ 1);
     else
         barrier_cluster_wait();
@@ -276,7 +351,7 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
 
 template <class K>
 __global__ void __launch_bounds__(K::THREADS, K::OCC)
-    weight_mma_kernel(const __grid_constant__ WeightMmaParams p) {
+    weight_mma_kernel(const __grid_constant__ typename K::Params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr smem_s =
         (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
@@ -295,20 +370,29 @@ __global__ void __launch_bounds__(K::THREADS, K::OCC)
     const int all = (p.w.cols + K::TILES - 1) / K::TILES, half = (all + 1) / 2;
     const int step0 = rank * half, steps = rank ? all - half : half;
     const int first = blockIdx.x / 2, stride = gridDim.x / 2;
+    const WeightGroupList *list = nullptr;
+    if constexpr (K::GROUPED) {
+        WeightGroupList &made =
+            *(WeightGroupList *)(smem + (smem_s - cvta_to_shared(smem)) + K::LIST_AT);
+        griddepcontrol_wait();
+        if (threadIdx.x < 32) list_groups<false, K::NT>(p.groups, made, threadIdx.x);
+        __syncthreads();
+        list = &made;
+    }
     if (threadIdx.x >= 128 * K::WARPGROUPS) {
-        if (elect_one()) produce_weight_mma<K>(p, ring, smem_s, step0, steps, first, stride);
+        if (elect_one()) produce_weight_mma<K>(p, list, ring, smem_s, step0, steps, first, stride);
         __syncwarp();
         barrier_cluster_wait();
     } else {
-        consume_weight_mma<K>(p, ring, smem_s, rank, steps, first, stride);
+        consume_weight_mma<K>(p, list, ring, smem_s, rank, steps, first, stride);
     }
     barrier_cluster();
 }
 
 /* ---- 3 plan and run -------------------------------------------------------------------------- */
-template <class K> int64_t weight_mma_clusters(const gk_context *ctx, int64_t n) {
+template <class K> int64_t weight_mma_clusters(const gk_context *ctx, int64_t tiles) {
     const int64_t most = gk_gpu_of(ctx->index)->num_sms * K::OCC / 2;
-    return gk_min_i64(gk_ceil_div(n, K::ROWS), gk_max_i64(1, most));
+    return gk_min_i64(tiles, gk_max_i64(1, most));
 }
 
 template <class K>
@@ -319,7 +403,7 @@ bool plan_weight_mma(const gk_cuda_instance *instance, const gk_context *ctx, co
     const int64_t m = weight_rows(g->a);
     if (m > K::NT || m <= K::NT - 8 || !weight_form_serves<typename K::F>(g)) return false;
     if (gpu->smem_per_block < K::SMEM) return false;
-    const int64_t tiles = gk_ceil_div(g->n, K::ROWS), clusters = weight_mma_clusters<K>(ctx, g->n);
+    const int64_t tiles = gk_ceil_div(g->n, K::ROWS), clusters = weight_mma_clusters<K>(ctx, tiles);
     plan->kernel = instance;
     plan->tile[0] = K::NT;
     plan->tile[1] = K::ROWS;
@@ -346,7 +430,7 @@ gk_status run_weight_mma(const gk_context *ctx, const void *args, const gk_plan 
     p.n = (int)g->n;
     p.tiles = p.w.rows;
     return launch<weight_mma_kernel<K>>("weight_gemm", ctx,
-                                        dim3((unsigned)(2 * weight_mma_clusters<K>(ctx, g->n))),
+                                        dim3((unsigned)(2 * weight_mma_clusters<K>(ctx, p.tiles))),
                                         K::THREADS, K::SMEM, p, true, 2);
 }
 

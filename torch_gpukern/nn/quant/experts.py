@@ -7,12 +7,8 @@ rows that share a tile or a block of scales, so the tensors of one expert are a 
 
     fp8, fp8-block, int8
                         activations are quantised, one grouped_gemm of codes multiplies all experts
-    w4, w8, w4-zero, mxfp4:
-      small M           one weight_gemm of all rows with the experts side by side, of which each row
-                        keeps the columns of its own expert. The weights are read once, and reading
-                        them is most of a decoding step.
-      large M           the weights are decoded to 16 bits, and grouped_gemm multiplies
-      on the CPU        a weight_gemm for each expert, because the host knows the ends of groups
+    w4, w8, w4-zero, mxfp4, nvfp4
+                        one weight_gemm with offs multiplies all experts
 
 On CUDA no path waits for the device, and each call has the same bits.
 
@@ -28,27 +24,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import dequantize, grouped_gemm, quantize, silu_mul_quantize, swiglu, unpack_weight
+from ...ops import (
+    dequantize,
+    grouped_gemm,
+    quantize,
+    silu_mul_quantize,
+    swiglu,
+    unpack_weight,
+    weight_gemm,
+)
 from ...ops.grouped_gemm import bias_gradient
 from ...ops.weight_gemm import spread
 from ..moe import MoE, grouped_experts, is_transformers_experts, names_of_experts
 from ..moe import transformers_experts as forward_of_transformers
 from .quantized import HoldsCodes, check_state, taken
-from .schemes import DIMS, GROUPED, SCHEMES, Tensors, ceil_div, half_of
+from .schemes import DIMS, GROUPED, SCHEMES, Tensors, beside, ceil_div, half_of, nvfp4_whole
 
 __all__ = ["SERVED", "PackedExperts", "QuantizedExperts", "become_experts", "why_not"]
 
 CODES = ("fp8", "fp8-block", "int8")
 # the packed recipes, and how an element is decoded from its code
-PACKED = {"w4": "int4", "w8": "int8", "w4-zero": "uint4", "mxfp4": "mxfp4"}
+PACKED = {"w4": "int4", "w8": "int8", "w4-zero": "uint4", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 SERVED = (*CODES, *PACKED)
-# Up to this M all rows are multiplied by all experts at once. Each expert then multiplies rows that
-# it does not keep, which costs nothing while reading the weights takes longer.
-SMALL_M = 1024
-# The experts of a small M are copied next to each other if all experts are at least so many times
-# as many as the rows: a copy reads, writes and reads again what is copied.
-COPY = 3
-AT_ONCE = 1 << 30  # elements that are decoded at once
+AT_ONCE = 1 << 28  # elements that are decoded at once
 
 
 def rows_of_expert(recipe: str, n: int) -> int:
@@ -60,21 +58,50 @@ def rows_of_expert(recipe: str, n: int) -> int:
 def pack_experts(recipe: str, w: Tensor) -> Tensors:
     """The recipe's tensors of [E, N, K]."""
     n = rows_of_expert(recipe, w.shape[1])
+    more = {"whole": nvfp4_whole(w)} if recipe == "nvfp4" else {}  # one for all experts
     parts = [
-        SCHEMES[recipe].pack(torch.nn.functional.pad(one, (0, 0, 0, n - one.shape[0]))) for one in w
+        SCHEMES[recipe].pack(torch.nn.functional.pad(one, (0, 0, 0, n - one.shape[0])), **more)
+        for one in w
     ]
     return side_by_side(recipe, parts)
 
 
 def side_by_side(recipe: str, parts: list[Tensors]) -> Tensors:
-    """One weight of the experts' weights, each of which has whole tiles."""
+    """One weight of the experts' weights, each of which has whole tiles.
+
+    nvfp4 has one global scale for the whole weight. If the parts have different ones, each is
+    multiplied into the scales of its part, which then are float32, and the global scale is 1.
+    """
+    if recipe == "nvfp4" and not _of_one_global_scale(parts):
+        parts = [
+            p
+            | {
+                "weight_scale": p["weight_scale"].float() * p["weight_global_scale"],
+                "weight_global_scale": torch.ones_like(p["weight_global_scale"]),
+            }
+            for p in parts
+        ]
     made = {}
     for name, (dim, _) in DIMS[recipe].items():
-        assert dim is not None
+        if dim is None:
+            made[name] = parts[0][name]
+            continue
         eight = parts[0][name].dtype.itemsize == 1
-        whole = torch.cat([p[name].view(torch.uint8) if eight else p[name] for p in parts], dim)
-        made[name] = whole.view(parts[0][name].dtype) if eight else whole
+        joined = torch.cat([p[name].view(torch.uint8) if eight else p[name] for p in parts], dim)
+        made[name] = joined.view(parts[0][name].dtype) if eight else joined
     return made
+
+
+def _of_one_global_scale(parts: list[Tensors]) -> bool:
+    first = parts[0]
+    return all(
+        p["weight_scale"].dtype is first["weight_scale"].dtype
+        and (
+            p["weight_global_scale"] is first["weight_global_scale"]
+            or bool(p["weight_global_scale"] == first["weight_global_scale"])
+        )
+        for p in parts
+    )
 
 
 class PackedExperts:
@@ -89,25 +116,23 @@ class PackedExperts:
     def __init__(self, recipe: str, tensors: Tensors, shape: tuple[int, int, int]) -> None:
         self.recipe, self.tensors, self.shape = recipe, tensors, shape
 
-    def times(self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+    def times(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
         """As `ExpertWeights.times`. The gradient of rows goes straight through the rounding."""
         if torch.is_grad_enabled() and (
             rows.requires_grad or (bias is not None and bias.requires_grad)
         ):
             about = (self.recipe, self.shape, tuple(self.tensors))
-            return _StraightThrough.apply(rows, bias, which, ends, about, *self.tensors.values())
-        return self._product(rows, which, ends, bias)
+            return _StraightThrough.apply(rows, bias, ends, about, *self.tensors.values())
+        return self._product(rows, ends, bias)
 
-    def times_swiglu(
-        self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def times_swiglu(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
         """As `ExpertWeights.times_swiglu`. A recipe that quantises activations does it in the same
         pass as swiglu, unless a gradient is asked for."""
         codes = SCHEMES[self.recipe].codes
         if codes is None or (torch.is_grad_enabled() and rows.requires_grad):
-            return self.times(swiglu(rows), which, ends, bias)
+            return self.times(swiglu(rows), ends, bias)
         if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-            return self.times(swiglu(rows), which, ends, bias)
+            return self.times(swiglu(rows), ends, bias)
         made = silu_mul_quantize(*rows.chunk(2, -1), *codes)
         return self._of_codes(*made, ends, bias, rows.dtype)
 
@@ -126,21 +151,23 @@ class PackedExperts:
 
     # ---- the products ----
 
-    def _product(self, rows: Tensor, which: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
         codes = SCHEMES[self.recipe].codes
         if codes is not None:
             return self._of_codes(*quantize(rows, *codes), ends, bias, rows.dtype)
-        if rows.device.type == "cpu" and not torch.compiler.is_compiling():
-            return self._one_by_one(rows, ends, bias)
-        if rows.shape[0] <= SMALL_M:
-            return self._side_by_side(rows, which, bias)
+        _, _, n = self.shape
         half = half_of(rows)
-        return grouped_gemm(
+        return weight_gemm(
             rows.to(half),
-            self.decoded(half).mT,
-            ends,
+            self.tensors["weight_packed"],
+            beside(self.tensors["weight_scale"], half),
+            n,
+            PACKED[self.recipe],  # type: ignore[arg-type]
+            zero=self.tensors.get("weight_zero"),
+            global_scale=self.tensors.get("weight_global_scale"),
             bias=None if bias is None else bias.to(rows.dtype),
             out_dtype=rows.dtype,
+            offs=ends,
         )
 
     def _of_codes(
@@ -161,65 +188,13 @@ class PackedExperts:
             out_dtype=dtype,
         )
 
-    def _one_by_one(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
-        """A product for each expert that has rows. The host reads the ends."""
-        _, _, n = self.shape
-        out, first = rows.new_zeros((rows.shape[0], n)), 0
-        for expert, end in enumerate(ends.tolist()):
-            if end > first:
-                part = self._slice(expert, 1)
-                one = None if bias is None else self._bias(bias[expert])
-                whole = SCHEMES[self.recipe].product(
-                    rows[first:end], part, rows_of_expert(self.recipe, n), one, "none"
-                )
-                out[first:end] = whole[:, :n]
-            first = end
-        return out
-
-    def _side_by_side(self, rows: Tensor, which: Tensor, bias: Tensor | None) -> Tensor:
-        """One product with the weights of all experts, or of those that the rows have."""
-        experts, _, n = self.shape
-        count, each = rows.shape[0], rows_of_expert(self.recipe, n)
-        which = which.clamp(max=experts - 1).long()  # rows of no expert come last
-        tensors = self.tensors
-        if COPY * count <= experts:
-            # Rows are sorted by expert. Slot i is the i-th expert that has rows; slots beyond the
-            # last hold expert 0, and no row reads them.
-            starts = torch.ones_like(which)
-            starts[1:] = which[1:] != which[:-1]
-            slot = starts.cumsum(0) - 1
-            chosen = torch.zeros_like(which).scatter_(0, slot, which)
-            tensors = {name: self._copied(name, chosen) for name in tensors}
-            bias = None if bias is None else bias.index_select(0, chosen)
-            which, experts = slot, count
-        whole = SCHEMES[self.recipe].product(
-            rows, tensors, experts * each, None if bias is None else self._bias(bias), "none"
-        )
-        whole = whole.view(count, experts, each)
-        return whole.gather(1, which.view(-1, 1, 1).expand(-1, 1, each)).squeeze(1)[:, :n]
-
-    def _bias(self, bias: Tensor) -> Tensor:
-        """[.., N] -> a vector with zeros for the rows that fill the experts' tiles."""
-        more = rows_of_expert(self.recipe, bias.shape[-1]) - bias.shape[-1]
-        return (torch.nn.functional.pad(bias, (0, more)) if more else bias).reshape(-1)
-
-    def _copied(self, name: str, experts: Tensor) -> Tensor:
-        """A tensor's parts of the given experts."""
-        t, (dim, _) = self.tensors[name], DIMS[self.recipe][name]
-        assert dim is not None
-        # as words of 8 bytes: index_select copies element by element
-        words = t.view(torch.int64)
-        parts = words.unflatten(dim, (self.shape[0], -1)).index_select(dim, experts)
-        return parts.flatten(dim, dim + 1).view(t.dtype)
-
     def _slice(self, first: int, count: int) -> Tensors:
         """The tensors of `count` experts."""
         made = {}
         for name, t in self.tensors.items():
             dim, _ = DIMS[self.recipe][name]
-            assert dim is not None
-            each = t.shape[dim] // self.shape[0]
-            made[name] = t.narrow(dim, first * each, count * each)
+            each = 1 if dim is None else t.shape[dim] // self.shape[0]
+            made[name] = t if dim is None else t.narrow(dim, first * each, count * each)
         return made
 
 
@@ -262,13 +237,13 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any):
-        rows, bias, which, ends, about, *tensors = inputs
+        rows, bias, ends, about, *tensors = inputs
         recipe, shape, names = about
         ctx.save_for_backward(ends, *tensors)
         ctx.about = about, rows.dtype, None if bias is None else bias.dtype
         packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
         with torch.no_grad():
-            return packed._product(rows, which, ends, bias)
+            return packed._product(rows, ends, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -282,7 +257,7 @@ class _StraightThrough(torch.autograd.Function):
             rows = grouped_gemm(grad.to(half), packed.decoded(half), ends, out_dtype=dtype)
         if ctx.needs_input_grad[1]:
             bias = bias_gradient(grad.contiguous(), ends, True, 2, bias_dtype)
-        return rows, bias, None, None, None, *[None] * len(tensors)
+        return rows, bias, None, None, *[None] * len(tensors)
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -343,7 +318,8 @@ class QuantizedExperts(HoldsCodes):
         )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
-        """Groups may be of another size than the module was made with."""
+        """Groups may be of another size than the module was made with, and scales of nvfp4 may be
+        float32 (see `side_by_side`)."""
         if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
             check_state(state, self.scheme)
         for name in self.names if self.scheme in GROUPED else ():
@@ -353,7 +329,21 @@ class QuantizedExperts(HoldsCodes):
             alike = held.is_floating_point() == given.is_floating_point()
             if alike and given.dim() == 2 and given.shape[1] == held.shape[1]:
                 self._buffers[name] = torch.empty_like(given, device=held.device)
+        for name in self.names if self.scheme == "nvfp4" else ():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and name.endswith("_scale") and given.dim() == 2:
+                self._hold_scales_like(name, given)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _hold_scales_like(self, name: str, given: Tensor) -> None:
+        """Has the buffer hold e4m3, as uint8, or float32."""
+        held = self._buffers[name]
+        self.code_dtypes = {n: d for n, d in self.code_dtypes.items() if n != name}
+        if given.dtype.itemsize == 1:
+            self.code_dtypes[name] = torch.float8_e4m3fn
+        kept = torch.uint8 if given.dtype.itemsize == 1 else torch.float32
+        if held is not None and held.dtype is not kept:
+            self._buffers[name] = torch.empty_like(held, dtype=kept)
 
     def packed(self, name: str) -> PackedExperts:
         """A weight of the experts, by the name that its parameter had."""

@@ -384,6 +384,12 @@ def _mxfp4() -> Scheme:
     )
 
 
+def nvfp4_whole(w: Tensor) -> Tensor:
+    """The global scale [] of an nvfp4 weight: its largest group's scale is the largest e4m3."""
+    largest = w.abs().amax().float() if w.numel() else w.new_zeros((), dtype=torch.float32)
+    return largest.clamp_min(2.0**-60) / (6 * MOST[E4M3])
+
+
 def _nvfp4() -> Scheme:
     def spec(n: int, k: int) -> Spec:
         return {
@@ -392,11 +398,14 @@ def _nvfp4() -> Scheme:
             "weight_global_scale": ((), torch.float32),
         }
 
-    def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
+    def pack(
+        w: Tensor,
+        importance: Tensor | None = None,
+        step: Tensor | None = None,
+        whole: Tensor | None = None,
+    ) -> Tensors:
         w = w.float()
-        whole = (w.abs().amax() if w.numel() else w.new_zeros(())).clamp_min(2.0**-60) / (
-            6 * MOST[E4M3]
-        )
+        whole = nvfp4_whole(w) if whole is None else whole
 
         def ways(amax: Tensor) -> list[Tensor]:
             fitting = [amax / 6 * (1 - 0.05 * i) / whole for i in range(6)]

@@ -33,11 +33,12 @@ struct Groups {
     uint8_t *error_word;
 };
 
-/* In shared memory. */
-struct GroupList {
-    int begin[GROUPED_MOST + 1]; /* begin of group g; one more for the last group's end */
-    int first[GROUPED_MOST + 2]; /* number of tasks before group g */
+/* In shared memory. MOST: most groups. */
+template <int MOST> struct GroupListOf {
+    int begin[MOST + 1]; /* begin of group g; one more for the last group's end */
+    int first[MOST + 2]; /* number of tasks before group g */
 };
+typedef GroupListOf<GROUPED_MOST> GroupList;
 
 struct Task {
     int group, begin, end; /* the group's rows or k; group = x.count: rows of no group */
@@ -50,8 +51,8 @@ template <bool BY_K, int BM> __device__ __forceinline__ int tasks_of(const Group
 }
 
 /* Runs in one full warp; each lane takes some neighbouring groups. */
-template <bool BY_K, int BM>
-__device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, int lane) {
+template <bool BY_K, int BM, class List>
+__device__ __forceinline__ void list_groups(const Groups &x, List &list, int lane) {
     const int each = (x.count + 31) / 32, from = min(lane * each, x.count),
               to = min(from + each, x.count);
     const int total = (int)x.total;
@@ -90,13 +91,13 @@ __device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, in
     }
 }
 
-__device__ __forceinline__ int tasks_in(const Groups &x, const GroupList &list) {
+template <class List> __device__ __forceinline__ int tasks_in(const Groups &x, const List &list) {
     return list.first[x.count + 1];
 }
 
-template <bool BY_K, int BM>
-__device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list, int task,
-                                          int clusters) {
+/* The group of a task; x.count: rows of no group. */
+template <class List>
+__device__ __forceinline__ int group_of(const Groups &x, const List &list, int task) {
     int low = 0, high = x.count; /* first[low] <= task < first[high + 1] */
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -105,6 +106,13 @@ __device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list
         else
             high = middle - 1;
     }
+    return low;
+}
+
+template <bool BY_K, int BM>
+__device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list, int task,
+                                          int clusters) {
+    const int low = group_of(x, list, task);
     const int begin = list.begin[low], end = low < x.count ? list.begin[low + 1] : (int)x.total;
     const int rows = BY_K ? x.m : end - begin, tiles = tiles_in<BM>(rows);
     const int height = ((rows + tiles - 1) / tiles + 63) / 64 * 64;

@@ -2,7 +2,7 @@
 /* product_plain: scaled_gemm, weight_gemm and sparse_gemm on every GPU (plain.cuh). The slow
  * fallback. */
 #include "plain.cuh"
-#include "weight.cuh"
+#include "weight_groups.cuh"
 
 namespace {
 
@@ -40,8 +40,60 @@ struct WeightB {
     }
 };
 
+/* Groups of rows: as in grouped_gemm_plain.cu, a group has as many blocks as all rows would need,
+ * and the last plane of the grid writes zeros behind the last group's end. */
+struct GroupedWeightParams {
+    PlainParams<WeightB> x;
+    const int32_t *offs;
+    int64_t offs_step, bias_group; /* bias_group: bytes */
+    int groups;
+    uint8_t *error_word;
+};
+
+__global__ void __launch_bounds__(256) grouped_weight_plain_kernel(GroupedWeightParams g) {
+    PlainProduct p = g.x.p;
+    WeightB b = g.x.b;
+    const int group = blockIdx.z;
+    const int64_t col0 = (int64_t)blockIdx.x * PLAIN_TILE;
+    const bool reports =
+        group == g.groups && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
+    int64_t begin = 0, end = 0;
+    for (int i = 0; i <= min(group, g.groups - 1); ++i) {
+        const int64_t given = g.offs[i * g.offs_step];
+        if (reports && (given < end || given > p.m)) report(g.error_word, GK_BAD_OFFS);
+        begin = end;
+        end = min(max(end, given), p.m);
+    }
+    if (group == g.groups) {
+        begin = end;
+        end = p.m;
+    }
+    const int64_t row0 = begin + (int64_t)blockIdx.y * PLAIN_TILE,
+                  row_end = min(row0 + PLAIN_TILE, end);
+    if (row0 >= end) return;
+    if (group == g.groups) {
+        for (int i = threadIdx.x; i < PLAIN_TILE * PLAIN_TILE; i += 256) {
+            const int64_t row = row0 + i / PLAIN_TILE, col = col0 + i % PLAIN_TILE;
+            if (row < row_end && col < p.n) store_value<CodesBySoftware>(p.f, row, col, 0);
+        }
+        return;
+    }
+    const int64_t first = group * ((p.n + GK_TILE - 1) / GK_TILE),
+                  scale_at = first * GK_TILE * b.w.scale_n,
+                  scale_bytes = b.w.scale_dtype == GK_F32                                 ? 4
+                                : b.w.scale_dtype == GK_BF16 || b.w.scale_dtype == GK_F16 ? 2
+                                                                                          : 1;
+    b.w.packed += first * b.w.tile_row;
+    b.w.scale = (const char *)b.w.scale + scale_at * scale_bytes;
+    if (b.w.zero) b.w.zero += first * GK_TILE * b.w.zero_n;
+    if (p.along_k) p.sb.data = b.w.scale;
+    if (p.f.bias) p.f.bias = (const char *)p.f.bias + group * g.bias_group;
+    plain_tile(p, b, row0, row_end, col0, 0, p.k);
+}
+
 bool plan_weight(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *) {
-    return plain_in_grid(weight_rows(((const gk_weight_gemm_args *)args)->a));
+    const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
+    return plain_in_grid(weight_rows(g->a)) && (!g->offs || g->offs->shape[0] < 65535);
 }
 
 gk_status run_weight(const gk_context *ctx, const void *args, const gk_plan *, void *) {
@@ -65,7 +117,19 @@ gk_status run_weight(const gk_context *ctx, const void *args, const gk_plan *, v
         p.sb = {g->scale.data, g->scale.dtype, x.b.w.group_log2, 0, x.b.w.scale_k, x.b.w.scale_n};
         p.f.alpha = x.b.w.global_scale;
     }
-    return start_plain(ctx, "weight_gemm", x);
+    if (!g->offs) return start_plain(ctx, "weight_gemm", x);
+    GroupedWeightParams grouped = {};
+    grouped.bias_group = bias_of_groups(g, &p.f);
+    if (g->bias) grouped.bias_group *= (int64_t)gk_dtype_bytes(g->bias->dtype);
+    grouped.x = x;
+    grouped.offs = (const int32_t *)g->offs->data;
+    grouped.offs_step = g->offs->stride[0];
+    grouped.groups = (int)g->offs->shape[0];
+    grouped.error_word = ctx->error_word;
+    const dim3 grid((unsigned)gk_ceil_div(p.n, PLAIN_TILE),
+                    (unsigned)gk_max_i64(1, gk_ceil_div(p.m, PLAIN_TILE)),
+                    (unsigned)grouped.groups + 1);
+    return launch<grouped_weight_plain_kernel>("weight_gemm", ctx, grid, 256, 0, grouped);
 }
 
 /* ---- sparse_gemm ----------------------------------------------------------------------------- */

@@ -16,8 +16,11 @@
  * rounded. Scales may have any dtype and strides. All threads read them two stages ahead and
  * store them in shared memory as floats, beside their zero points.
  *
- * Workspace: none. Refuses: 8-bit a, packed tiles that do not begin at multiples of 16 bytes
- * (product_plain). */
+ * Groups of rows: a block takes one group's rows and at most 8 NT of its tokens. It finds its task
+ * (weight_groups.cuh) in a list that lies where the first stage will.
+ *
+ * Workspace: none. Refuses: 8-bit a, more than WEIGHT_MOST_GROUPS groups, packed tiles that do not
+ * begin at multiples of 16 bytes (product_plain). */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM80_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM80_CUH
 
@@ -26,6 +29,7 @@
 #include "../../tile/fragment.cuh"
 #include "tiles.h"
 #include "weight_decode.cuh"
+#include "weight_groups.cuh"
 
 struct WeightParams {
     Weight w;
@@ -239,14 +243,18 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[NT][4], const Weight
 }
 
 /* ---- 4 the kernel ---------------------------------------------------------------------------- */
-template <class T, Code C, int NT>
-__global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(WeightParams p) {
+/* Computes the block's tile: tokens from `token` on, up to p.m, and weight rows from `row` on.
+ * Without groups of rows the tile follows from the block. */
+template <class T, Code C, int NT, bool GROUPED>
+__device__ __forceinline__ void weight_tile_sm80(const WeightParams &p, int token = 0,
+                                                 int row = 0) {
     typedef WeightStage<C, NT> S;
     extern __shared__ __align__(128) unsigned char smem[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = 16 * p.rw;
     const int my_rows = warp & (p.rw - 1), my_k = warp >> p.rw_log2,
               warps_k = S::WARPS >> p.rw_log2;
-    const int token0 = blockIdx.x % p.tiles_m * 8 * NT, row0 = blockIdx.x / p.tiles_m * rows;
+    const int token0 = GROUPED ? token : blockIdx.x % p.tiles_m * 8 * NT,
+              row0 = GROUPED ? row : blockIdx.x / p.tiles_m * rows;
     const int chunks = (p.k + S::CHUNK - 1) / S::CHUNK, tiles_k = (p.k + GK_TILE - 1) / GK_TILE;
     const int my_row0 = row0 + 16 * my_rows;
     const uint8_t *codes_g = my_row0 < p.n ? p.w.packed + my_row0 / GK_TILE * p.w.tile_row +
@@ -296,8 +304,7 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
             multiply_stage<T, C, NT, 0, S>(sum, p, codes_s, tokens_s, at_s, my_k, warps_k);
     }
 
-    /* ---- 5 the warps' sums [my_k][token][row]
-     * ---------------------------------------------------- */
+    /* the warps' sums [my_k][token][row] */
     cp_async_wait_group<0>();
     __syncthreads();
     float *sums = (float *)smem;
@@ -320,6 +327,56 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
     }
 }
 
+template <class T, Code C, int NT>
+__global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(WeightParams p) {
+    weight_tile_sm80<T, C, NT, false>(p);
+}
+
+/* ---- 5 groups of rows ------------------------------------------------------------------------ */
+struct WeightGroupedSm80Params {
+    WeightParams p;
+    Groups groups;
+    int64_t bias_group; /* bytes from group to group */
+};
+
+template <class T, Code C, int NT>
+__global__ void __launch_bounds__(256, NT == 1 ? 3 : 2)
+    weight_grouped_sm80_kernel(WeightGroupedSm80Params x) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    struct Found {
+        WeightGroupList list;
+        WeightTask task;
+    };
+    Found &found = *(Found *)smem;
+    if (threadIdx.x < 32) {
+        list_groups<false, 8 * NT>(x.groups, found.list, threadIdx.x);
+        __syncwarp();
+        if (threadIdx.x == 0)
+            found.task = weight_task<8 * NT>(x.groups, found.list, (int)blockIdx.x);
+    }
+    __syncthreads();
+    const WeightTask at = found.task;
+    __syncthreads(); /* stages overwrite the list */
+    if (at.group < 0) return;
+    WeightParams p = x.p;
+    const int row0 = at.col * 16 * p.rw;
+    if (at.group == x.groups.count) {
+        p.f.bias = nullptr;
+        const int rows = 16 * p.rw;
+        for (int i = threadIdx.x; i < (at.end - at.row) * rows; i += 256)
+            if (row0 + i % rows < p.n)
+                store_value<CodesBySoftware>(p.f, at.row + i / rows, row0 + i % rows, 0);
+        return;
+    }
+    const int64_t first = at.group * ((p.n + GK_TILE - 1) / GK_TILE);
+    p.w.packed += first * p.w.tile_row;
+    p.w.scale = (const char *)p.w.scale + (first * GK_TILE * p.w.scale_n << p.scale_log2);
+    if (p.w.zero) p.w.zero += first * GK_TILE * p.w.zero_n;
+    if (p.f.bias) p.f.bias = (const char *)p.f.bias + at.group * x.bias_group;
+    p.m = at.end;
+    weight_tile_sm80<T, C, NT, true>(p, at.row, row0);
+}
+
 /* ---- 6 plan and run -------------------------------------------------------------------------- */
 enum {
     WEIGHT_KEY_CODE,
@@ -328,13 +385,13 @@ enum {
 
 /* Weight rows of a block / 16: as many as possible while every SM still gets enough blocks,
  * because each block reads all tokens. */
-template <Code C, int NT> int weight_rw(const gk_gpu *gpu, int64_t m, int64_t n, int log2) {
+template <Code C, int NT>
+int weight_rw(const gk_gpu *gpu, int64_t tiles_m, int rows, int64_t n, int log2) {
     typedef WeightStage<C, NT> S;
-    const int rows = S::rows(m), least = S::CHUNK_TILES < S::WARPS ? S::WARPS / S::CHUNK_TILES : 1;
+    const int least = S::CHUNK_TILES < S::WARPS ? S::WARPS / S::CHUNK_TILES : 1;
     for (int rw = S::MOST_RW; rw > least; rw /= 2) {
         if (S::smem(rw, rows, log2) > gpu->smem_per_block) continue;
-        if (gk_ceil_div(n, 16 * rw) * gk_ceil_div(m, 8 * NT) * 2 >=
-            WEIGHT_BLOCKS_PER_2_SMS * gpu->num_sms)
+        if (gk_ceil_div(n, 16 * rw) * tiles_m * 2 >= WEIGHT_BLOCKS_PER_2_SMS * gpu->num_sms)
             return rw;
     }
     return least;
@@ -349,17 +406,21 @@ bool plan_weight_sm80(const gk_cuda_instance *, const gk_context *ctx, const voi
     if (code_of(g->format) != C || m == 0 || n == 0 || k == 0 || k > 1 << 30 || n > 1 << 30 ||
         m > 1 << 30)
         return false;
-    if ((NT < 4 && m > 8 * NT) || (uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 ||
-        g->packed.stride[1] % 16)
+    const int64_t groups = g->offs ? g->offs->shape[0] : 1;
+    if (groups < 1 || groups > WEIGHT_MOST_GROUPS) return false;
+    /* Groups that have some 4 rows on average have at most 8, but for few. */
+    if (g->offs ? NT == 2 || (NT == 1 && m > 4 * groups) : NT < 4 && m > 8 * NT) return false;
+    if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 || g->packed.stride[1] % 16)
         return false;
     const int log2 = (int)gk_min_i64(gk_group_log2(k, g->scale.shape[0]), 30);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const int rw = weight_rw<C, NT>(gpu, m, n, log2), rows = S::rows(m);
+    const int64_t tiles_m = g->offs ? gk_min_i64(groups, m) : gk_ceil_div(m, 8 * NT);
+    const int rows = S::rows(m), rw = weight_rw<C, NT>(gpu, tiles_m, rows, n, log2);
     if (S::smem(rw, rows, log2) > gpu->smem_per_block) return false;
     plan->tile[0] = 8 * NT;
     plan->tile[1] = 16 * rw;
     plan->tile[2] = S::CHUNK;
-    plan->tasks = gk_ceil_div(m, 8 * NT) * gk_ceil_div(n, 16 * rw);
+    plan->tasks = (g->offs ? token_tiles(g, 8 * NT) : tiles_m) * gk_ceil_div(n, 16 * rw);
     return gk_grid_fits(plan->tasks);
 }
 
@@ -392,6 +453,17 @@ gk_status run_weight_sm80(const gk_context *ctx, const void *args, const gk_plan
     p.whole = Two<T>::WHOLE ^ (g->format == GK_INT4 ? 0x00080008u : 0);
     p.vectors =
         (p.a_k == 1 || p.k == 1) && (uintptr_t)p.a % 16 == 0 && (p.m == 1 || p.a_m % 8 == 0);
+    if constexpr (NT != 2)
+        if (g->offs) {
+            WeightGroupedSm80Params x = {};
+            x.groups = weight_groups(ctx, g, 16 * p.rw);
+            x.bias_group = bias_of_groups(g, &p.f);
+            if (g->bias) x.bias_group *= (int64_t)gk_dtype_bytes(g->bias->dtype);
+            x.p = p;
+            return launch<weight_grouped_sm80_kernel<T, C, NT>>(
+                "weight_gemm", ctx, dim3((unsigned)plan->tasks), S::THREADS,
+                S::smem(p.rw, p.rows, p.log2), x);
+        }
     return launch<weight_gemm_sm80_kernel<T, C, NT>>("weight_gemm", ctx,
                                                      dim3((unsigned)plan->tasks), S::THREADS,
                                                      S::smem(p.rw, p.rows, p.log2), p);

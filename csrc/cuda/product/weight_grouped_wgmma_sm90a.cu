@@ -1,0 +1,261 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* weight_grouped_wgmma_sm90a: weight_gemm for groups of rows of a by WGMMA, for the forms of weight
+ * that experts have (quant/weight_groups.cuh, weight_wgmma.cuh).
+ *
+ * Grid: as many blocks as there can be tasks. A block takes one tile of 128 weight rows and NT
+ * tokens. It first lists the groups' tasks, as all blocks do, and finds its own. Blocks without a
+ * task return. Rows behind the last group's end are tasks that store zeros.
+ *
+ * A tile multiplies only as many tokens as it has, rounded up to STEP: each number of steps has its
+ * own loop, its own sums, and its own tensor map with the height of its box.
+ *
+ * All instances add a row's products in the same order, one chain over all of k. So a row's bits
+ * depend neither on its group's size nor on the instance (weight_invariant.cu).
+ *
+ * Workspace: none. Refused forms and operands: weight_form.cuh, and more than WEIGHT_MOST_GROUPS
+ * groups. */
+#include "weight_grouped.cuh"
+#include "weight_grouped_price.cuh"
+#include "weight_wgmma.cuh"
+
+namespace {
+
+template <class F, int NT_> struct WeightGrouped : WeightWgmma<F, NT_, 2> {
+    static constexpr int STEP = NT_ == 32 ? 32 : 64, WIDTHS = NT_ / STEP;
+};
+/* The same stages, multiplied by N tokens. */
+template <class K, int N> struct WeightWidth : K {
+    static constexpr int NT = N;
+};
+
+constexpr int MOST_WIDTHS = 4;
+
+struct WeightGroupedParams {
+    WeightWgmma90Params x;
+    CUtensorMap tokens[MOST_WIDTHS]; /* boxes for STEP, 2 STEP, .. tokens */
+    int box[MOST_WIDTHS];            /* rows of each */
+    Groups groups;
+    int64_t bias_group; /* elements */
+    int tile_rows;      /* packed tiles of a group's weight rows */
+};
+
+/* ---- 1 producer and consumers ---------------------------------------------------------------- */
+template <class K>
+__device__ __forceinline__ void produce_grouped(const WeightGroupedParams &p,
+                                                tma_ring<K::STAGES> &ring, smem_addr smem_s,
+                                                const WeightTask &at, int steps) {
+    typedef typename K::F F;
+    typedef typename K::Stage S;
+    const int width = (at.end - at.row - 1) / K::STEP, tokens = p.box[width];
+    const CUtensorMap *const a = &p.tokens[width];
+    prefetch_maps<F>(p.x.w, a);
+    const uint64_t again = l2_last_out(), once = l2_first_out();
+    const int row = at.group * p.tile_rows + at.col * K::RT,
+              token0 = box_row(at.row, tokens, p.x.m);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        const smem_addr stage_s = smem_s + ring.stage * S::BYTES;
+        ring.wait_empty();
+        mbarrier_arrive_expect_tx(ring.full(), S::copied(tokens));
+        produce_codes<F, S, K::ROWS, K::TILES>(p.x.w, stage_s, ring.full(), row, step * K::TILES,
+                                               at.shared ? again : once);
+        produce_rest<F, S, K::ROWS, K::TILES>(
+            p.x.w, a, stage_s, smem_s + K::SIDE_AT + ring.stage * S::SIDE, ring.full(),
+            row * GK_TILE, step * K::TILES, token0, again, once);
+    }
+}
+
+/* Multiplies by the least width that holds `tokens`, and leaves the sums in shared memory. */
+template <class K, int N>
+__device__ __forceinline__ void consume_grouped(const WeightGroupedParams &p,
+                                                tma_ring<K::STAGES> &ring, smem_addr smem_s,
+                                                int tokens, int steps) {
+    if constexpr (N > K::STEP)
+        if (tokens <= N - K::STEP) {
+            consume_grouped<K, N - K::STEP>(p, ring, smem_s, tokens, steps);
+            return;
+        }
+    typedef WeightWidth<K, N> Width;
+    float sum[N / 2];
+    consume_weight_wgmma<Width>(p.x, ring, smem_s, sum, p.box[N / K::STEP - 1] * WGMMA_ROW_BYTES,
+                                steps);
+    bar_sync(1, 256); /* both warpgroups have finished reading the stages */
+    stage_sums<Width>(smem_s, sum);
+}
+
+/* ---- 2 epilogue ------------------------------------------------------------------------------ */
+template <class K>
+__device__ __forceinline__ void store_grouped(const WeightGroupedParams &p, smem_addr smem_s,
+                                              const WeightTask &at) {
+    typedef typename K::F::T T;
+    constexpr int EIGHTS = K::ROWS / 8;
+    const Finish &f = p.x.f;
+    const int col_at = threadIdx.x % EIGHTS * 8, col = at.col * K::ROWS + col_at;
+    const int token0 = box_row(at.row, p.box[(at.end - at.row - 1) / K::STEP], p.x.m);
+    float bias[8] = {}, alpha = 1;
+    if (col >= p.x.n) return;
+    if (!p.x.plain) {
+        if (f.alpha) alpha = *f.alpha;
+        if (f.bias)
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (col + i < p.x.n)
+                    bias[i] = load_any(f.bias, f.bias_dtype,
+                                       at.group * p.bias_group + (col + i) * f.bias_step);
+    }
+#pragma unroll 1
+    for (int row = at.row + threadIdx.x / EIGHTS; row < at.end; row += 256 / EIGHTS) {
+        const smem_addr from_s = smem_s + ((row - token0) * K::LD + col_at) * 4;
+        const uint4 x = ld_shared_128(from_s), y = ld_shared_128(from_s + 16);
+        float v[8] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                      __uint_as_float(x.w), __uint_as_float(y.x), __uint_as_float(y.y),
+                      __uint_as_float(y.z), __uint_as_float(y.w)};
+        if (p.x.plain && p.x.vectors)
+            *(uint4 *)((T *)f.out + row * f.out_row + col) =
+                make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                           pack2<T>(v[6], v[7]));
+        else
+            store_eight<T>(p.x, row, col, v, bias, alpha);
+    }
+}
+
+/* Rows of no group. */
+template <class K>
+__device__ __forceinline__ void store_zeros(const WeightGroupedParams &p, const WeightTask &at) {
+    const Finish &f = p.x.f;
+    const int words = f.out_dtype == GK_F32 ? 2 : 1, cols = min(K::ROWS, p.x.n - at.col * K::ROWS);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (at.end - at.row) * K::ROWS; i += K::THREADS) {
+        if (i % K::ROWS >= cols) continue;
+        const int64_t to = (at.row + i / K::ROWS) * f.out_row + at.col * K::ROWS + i % K::ROWS;
+        if (words == 2)
+            ((float *)f.out)[to] = 0;
+        else
+            ((uint16_t *)f.out)[to] = 0;
+    }
+}
+
+template <class K>
+__global__ void __launch_bounds__(K::THREADS, 1)
+    weight_grouped_wgmma_kernel(const __grid_constant__ WeightGroupedParams p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    __shared__ WeightTask found;
+    const smem_addr first_s = cvta_to_shared(smem);
+    const smem_addr smem_s =
+        (first_s + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    tma_ring<K::STAGES> ring(smem_s + K::RING_AT);
+    if (threadIdx.x == 0) {
+        ring.init(8);
+        fence_mbarrier_init();
+    }
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    if (threadIdx.x / 32 == 1) { /* lists tasks where the first stages will lie */
+        WeightGroupList &list = *(WeightGroupList *)(smem + (smem_s - first_s));
+        list_groups<false, K::NT>(p.groups, list, threadIdx.x % 32);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) found = weight_task<K::NT>(p.groups, list, (int)blockIdx.x);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    const WeightTask at = found;
+    if (at.group < 0) return;
+    if (at.group == p.groups.count) {
+        store_zeros<K>(p, at);
+        return;
+    }
+    const int steps = p.x.steps;
+    if (threadIdx.x >= 256) {
+        setmaxnreg_dec<40>();
+        if (threadIdx.x < 288 && elect_one()) produce_grouped<K>(p, ring, smem_s, at, steps);
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<232>();
+        consume_grouped<K, K::NT>(p, ring, smem_s, at.end - at.row, steps);
+        bar_sync(1, 256);
+        store_grouped<K>(p, smem_s, at);
+    }
+}
+
+/* ---- 3 plan and run -------------------------------------------------------------------------- */
+template <class K>
+bool plan_weight_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
+                         gk_plan *plan) {
+    const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (!weight_groups_serve<typename K::F>(g) || gpu->smem_per_block < K::SMEM + 64) return false;
+    const int64_t tiles = token_tiles(g, K::NT) * gk_ceil_div(g->n, K::ROWS);
+    if (!gk_grid_fits(tiles)) return false;
+    plan->kernel = instance;
+    plan->tile[0] = K::NT;
+    plan->tile[1] = K::ROWS;
+    plan->tile[2] = GK_TILE * K::TILES;
+    plan->tasks = tiles;
+    plan->waves = (double)tiles / gpu->num_sms;
+    plan->us = weight_grouped_us(*weight_grouped_tile(true, K::NT), K::F::C, weight_rows(g->a),
+                                 g->offs->shape[0], g->n, weight_k(g), gpu->num_sms);
+    return true;
+}
+
+template <class K>
+gk_status run_weight_grouped(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+    const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
+    WeightGroupedParams p = {};
+    WeightWgmma90Params &x = p.x;
+    const gk_status status = weight_codes<typename K::F, typename K::Stage, K::ROWS>(
+        g, group_rows(g) * g->offs->shape[0], &x.w);
+    if (status != GK_OK) return status;
+    x.m = (int)weight_rows(g->a);
+    for (int i = 0; i < K::WIDTHS; ++i) {
+        p.box[i] = (int)gk_min_i64((i + 1) * K::STEP, gk_round_up(x.m, 8));
+        if (const gk_status failed = make_tensor_map(
+                "weight_gemm", token_panels(g), wgmma_box(2, p.box[i], K::TILES), &p.tokens[i]))
+            return failed;
+    }
+    x.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
+    p.bias_group = bias_of_groups(g, &x.f);
+    x.f.out_row = g->n;
+    x.f.alpha = g->global_scale ? (const float *)g->global_scale->data : nullptr;
+    x.plain = is_plain(x.f, g->a.dtype);
+    x.n = (int)g->n;
+    x.steps = (int)gk_ceil_div(x.w.cols, K::TILES);
+    x.vectors = x.n % 8 == 0 && (uintptr_t)x.f.out % 16 == 0;
+    p.groups = weight_groups(ctx, g, K::ROWS);
+    p.tile_rows = (int)(group_rows(g) / GK_TILE);
+    return launch<weight_grouped_wgmma_kernel<K>>("weight_gemm", ctx, dim3((unsigned)plan->tasks),
+                                                  K::THREADS, K::SMEM, p, true);
+}
+
+#define GROUPED90(name, T, C, GROUP, ZERO, NT)                              \
+    {"weight_gemm_grouped_wgmma_" name,                                     \
+     element<T>::dtype,                                                     \
+     plan_weight_grouped<WeightGrouped<WeightForm<T, C, GROUP, ZERO>, NT>>, \
+     run_weight_grouped<WeightGrouped<WeightForm<T, C, GROUP, ZERO>, NT>>,  \
+     {},                                                                    \
+     NULL}
+#define GROUPED90_ALL(name, T, C, GROUP, ZERO)              \
+    GROUPED90(name "_32x128", T, C, GROUP, ZERO, 32),       \
+        GROUPED90(name "_128x128", T, C, GROUP, ZERO, 128), \
+        GROUPED90(name "_256x128", T, C, GROUP, ZERO, 256)
+
+const gk_cuda_instance instances[] = {
+    GROUPED90_ALL("bf16_int4_g128", __nv_bfloat16, NIBBLES, 128, false),
+    GROUPED90_ALL("bf16_int4_g32", __nv_bfloat16, NIBBLES, 32, false),
+    GROUPED90_ALL("bf16_uint4_zero_g128", __nv_bfloat16, NIBBLES, 128, true),
+    GROUPED90_ALL("bf16_mxfp4", __nv_bfloat16, E2M1, 32, false),
+    GROUPED90_ALL("bf16_nvfp4", __nv_bfloat16, E2M1, 16, false),
+    GROUPED90_ALL("bf16_int8_g128", __nv_bfloat16, INT8, 128, false),
+    GROUPED90_ALL("f16_int4_g128", __half, NIBBLES, 128, false),
+    GROUPED90_ALL("f16_uint4_zero_g128", __half, NIBBLES, 128, true),
+    GROUPED90_ALL("f16_int8_g128", __half, INT8, 128, false),
+};
+
+bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
+    if (!((const gk_weight_gemm_args *)args)->offs) return false;
+    return plan_cheapest(instances, sizeof instances / sizeof instances[0], ctx, args, plan);
+}
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_weight_grouped_wgmma_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};
