@@ -135,8 +135,8 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--drafts",
         type=whole(0),
-        default=4,
-        help="tokens drafted for a request in a step; 0 is none",
+        default=3,
+        help="tokens of a branch drafted for a request in a step; 0 is none",
     )
     p.add_argument(
         "--draft-branches",
