@@ -433,31 +433,7 @@ class Engine:
     def _plan(self) -> list[Chunk]:
         """The chunks of the next step, whose pages are reserved."""
         chunks = self._chunks()
-        counts = [chunk.count for chunk in chunks]
-        longest = max(counts, default=0)
-        wanted = [
-            min(self.max_drafts, chunk.request.drafts)
-            if chunk.ends and chunk.request.answered
-            else 0
-            for chunk in chunks
-        ]
-        room, spare = self.max_step_tokens - sum(counts), 0
-        if chunks and self.model.captures(counts):
-            # A captured step has drafts where they pay, and none beside a prompt. What its graph has
-            # room for, it takes no longer for.
-            captured = self.model.draft_room(len(chunks), sum(wanted))
-            room = min(room, captured or room) if longest == 1 and self._would_draft else 0
-            spare = max(room - sum(wanted), 0) if captured else 0
-        for chunk, its in zip(chunks, wanted, strict=True):
-            request = chunk.request
-            left = (request.max_tokens or 0) - request.answered - 1
-            most = min(self.max_drafts, its + spare, room, left)
-            if its > 0 and most > 0:
-                branches = self._branches(request, longest, most)
-                whole = min(room, its + spare) if spare else room
-                chunk.draft = request.ngrams.draft(request.tokens, most, branches, whole)
-            room -= len(chunk.draft)
-            spare = max(spare + its - len(chunk.draft), 0) if spare else 0
+        self._draft(chunks)
         chunks = self._in_order(chunks)
         while chunks:
             try:
@@ -472,6 +448,34 @@ class Engine:
                 self._preempt(youngest)
                 chunks = [chunk for chunk in chunks if chunk.request is not youngest]
         return chunks
+
+    def _draft(self, chunks: list[Chunk]) -> None:
+        """Gives the chunks of a step their drafts. A captured step has drafts where they pay, and
+        none beside a prompt."""
+        counts = [chunk.count for chunk in chunks]
+        longest, room = max(counts, default=0), self.max_step_tokens - sum(counts)
+        wanted = [
+            min(self.max_drafts, c.request.drafts) if c.ends and c.request.answered else 0
+            for c in chunks
+        ]
+        spare = 0  # tokens that a graph has room for beside those that are wanted
+        if chunks and self.model.captures(counts):
+            if longest > 1 or not self._would_draft:
+                return
+            if captured := self.model.draft_room(len(chunks), sum(wanted)):
+                room = min(room, captured)
+                spare = max(room - sum(wanted), 0)
+        for chunk, want in zip(chunks, wanted, strict=True):
+            request = chunk.request
+            left = (request.max_tokens or 0) - request.answered - 1
+            most = min(self.max_drafts, want + spare, room, left)
+            if not want or most <= 0:
+                continue
+            branches = self._branches(request, longest, most)
+            whole = min(room, want + spare) if spare else room
+            chunk.draft = request.ngrams.draft(request.tokens, most, branches, whole)
+            room -= len(chunk.draft)
+            spare = max(spare + want - len(chunk.draft), 0) if spare else 0
 
     def _most(self, request: Request, requests: int) -> int:
         """How many tokens a branch of the request's next draft will have: one more than were right
