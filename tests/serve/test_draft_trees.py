@@ -97,6 +97,37 @@ def test_a_streak_counts_branches():
     assert found[0][1] == 0 and found[1][1] == 1 and found[1][-1] == 6
 
 
+def test_what_is_expected_of_a_draft():
+    """No more than it may have tokens: one where a token repeats itself."""
+    ngrams, tokens = NGrams(), [1, 2, 3, 4, 5, 1, 2]
+    ngrams.streak(tokens)
+    assert ngrams.expected(3) == 0.5 + 0.25 + 0.125 and ngrams.expected(0) == 0
+    ngrams.streak(tokens + [9])  # 3 was wrong, and nothing has followed 2 9
+    assert ngrams.right == 0.4375 and ngrams.expected(3) == 0
+    once = NGrams()
+    once.streak([7, 7, 7, 7])
+    assert once.expected(3) == 0.5
+    once.streak([7, 7, 7, 7, 7])
+    assert once.expected(3) == once.right == 0.5625
+
+
+def test_ngrams_are_learned_token_by_token_and_at_once():
+    draw = random.Random(3)
+    for _ in range(50):
+        tokens = [draw.randrange(3) for _ in range(draw.randrange(40))]
+        whole, parts = NGrams(), NGrams()
+        whole.draft(tokens, 3)
+        for n in sorted(draw.randrange(len(tokens) + 1) for _ in range(4)):
+            parts.draft(tokens[:n], 3)
+        parts.draft(tokens, 3)
+        assert whole.after == parts.after and whole.earlier == parts.earlier
+        for n in whole.sizes:
+            assert len(whole.earlier[n]) == len(tokens)
+            for end, before in enumerate(whole.earlier[n]):
+                same = [e for e in range(n, end) if tokens[e - n : e] == tokens[end - n : end]]
+                assert before == (max(same, default=-1) if end >= n else -1)
+
+
 def test_right_follows_what_was_drawn():
     draft = Draft([4, 1, 7, 9, 8], [-1, 0, -1, 2, 2])
     assert draft.right([4, 1, 3, 0, 0, 0]) == [0, 1]

@@ -9,6 +9,7 @@ not.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 # A step with drafts takes so many times one without if it is not captured and that one is (14.3 ms
@@ -54,7 +55,8 @@ class Costs:
         """How many times as long a step takes with so many drafted tokens as without any."""
         plain, longer = (self.model.graph_ms(requests, n) for n in (0, drafted))
         if plain is None or longer is None:
-            return EAGER_COST
+            # Where graphs have drafts, but not for so many requests, the device is busy without them.
+            return math.inf if self.model.shapes.drafts else EAGER_COST
         usual = self.expected(requests)
         ahead = 0.0 if self.model.follows else 1.0
         plain += usual * (ahead if self.plain is None else self.plain)
