@@ -343,7 +343,8 @@ __global__ void __launch_bounds__(K::THREADS, 1)
         WeightGroupList &list = *(WeightGroupList *)(smem + (smem_s - first_s));
         list_groups<false, K::NT>(p.groups, list, threadIdx.x % 32);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) found = weight_task<K::NT>(p.groups, list, (int)blockIdx.x);
+        if (threadIdx.x % 32 == 0)
+            found = weight_task<K::NT, false>(p.groups, list, (int)blockIdx.x);
         fence_proxy_async();
     }
     __syncthreads();
