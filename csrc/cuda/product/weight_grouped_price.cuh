@@ -16,19 +16,19 @@ struct WeightGroupedTile {
     int nt, rows, round, step;
     struct {
         double each, slope;
-    } price[2];     /* of step and of nt tokens */
+    } price[4];     /* of step, 2 step, .. nt tokens */
     double bits[3]; /* nibbles, e2m1, 8 bits */
 };
 
 inline const WeightGroupedTile *weight_grouped_tile(bool wgmma, int nt) {
     static const WeightGroupedTile mma[] = {
-        {8, 64, 1024, 8, {{1.2, 0.071}}, {1, 1.3, 1.9}},
-        {16, 64, 1024, 16, {{2.1, 0.082}}, {1, 1.3, 1.9}},
+        {8, 64, 1024, 8, {{1.0, 0.072}}, {1, 1.3, 1.9}},
+        {16, 64, 512, 16, {{0.8, 0.087}}, {1, 1.3, 1.9}},
     };
     static const WeightGroupedTile by_wgmma[] = {
-        {32, 128, 256, 32, {{2.8, 0.21}}, {1, 1.25, 1.45}},
-        {128, 128, 128, 64, {{2.4, 0.28}, {5.4, 0.40}}, {1, 1.15, 1.3}},
-        {256, 128, 128, 128, {{4.6, 0.47}, {5.6, 0.80}}, {1, 1.05, 1.1}},
+        {32, 128, 256, 32, {{1.5, 0.20}}, {1, 1.25, 1.4}},
+        {128, 128, 128, 64, {{1.2, 0.27}, {3.5, 0.45}}, {1, 1.15, 1.25}},
+        {256, 128, 128, 64, {{2.8, 0.31}, {4.6, 0.50}, {5.2, 0.51}, {5.3, 0.83}}, {1, 1.05, 1.1}},
     };
     for (const auto &x : mma)
         if (!wgmma && x.nt == nt) return &x;
@@ -67,6 +67,8 @@ inline double weight_grouped_us(const WeightGroupedTile &x, Code code, int64_t m
         if (part > longest) longest = part;
     }
     work *= hit * (double)gk_ceil_div(n, x.rows) / num_sms;
+    /* Persistent blocks have their tasks from the start, and some have longer ones. */
+    if (x.nt < 256) work += 0.25 * longest;
     return 2 + (work > longest ? work : longest);
 }
 

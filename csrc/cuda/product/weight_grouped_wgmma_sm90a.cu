@@ -2,20 +2,27 @@
 /* weight_grouped_wgmma_sm90a: weight_gemm for groups of rows of a by WGMMA, for the forms of weight
  * that experts have (quant/weight_groups.cuh, weight_wgmma.cuh).
  *
- * Grid: a block for each SM. A block lists the groups' tasks and takes every gridDim.x-th: a tile
- * of 128 weight rows and NT tokens. The ring is not drained between tiles: the producer fills
- * stages for the next tile while the consumers store this one, from registers. Rows behind the last
- * group's end are tasks that store zeros.
+ * Tiles of 32 and 128 tokens: a block for each SM lists the groups' tasks and takes every
+ * gridDim.x-th. The ring is not drained between tiles: the producer fills stages for the next tile
+ * while the consumers store this one, from registers.
  *
- * A tile with at most STEP tokens multiplies no more: both widths have their own loop, their own
- * sums, and their own tensor map with the height of their box. With four widths ptxas lets each
- * product wait for the one before (C7512).
+ * Tiles of 256 tokens: a block takes one tile, and its results go through the ring's memory. There
+ * are as many blocks as there can be tasks, and those without one return. In a loop over tiles,
+ * ptxas lets each product wait for the one before if there are four widths (C7512), and two waste
+ * more products than the loop saves (docs/worklog/weight_gemm.md).
+ *
+ * Either way, rows behind the last group's end are tasks that store zeros.
+ *
+ * A tile multiplies only as many tokens as it has, rounded up to STEP: each width has its own loop,
+ * its own sums, and its own tensor map with the height of its box.
  *
  * All instances add a row's products in the same order, one chain over all of k. So a row's bits
- * depend neither on its group's size nor on the instance (weight_invariant.cu).
+ * depend neither on its group's size nor on the instance (weight_invariant.cu). A batch-invariant
+ * call with an activation has no tiles of 256 tokens.
  *
  * Workspace: none. Refused forms and operands: weight_form.cuh, and more than WEIGHT_MOST_GROUPS
  * groups. */
+#include "../../core/invariant.h"
 #include "../ptx/movmatrix.cuh"
 #include "weight_grouped.cuh"
 #include "weight_grouped_price.cuh"
@@ -24,10 +31,14 @@
 namespace {
 
 template <class F, int NT_> struct WeightGrouped : WeightWgmma<F, NT_, 2> {
-    static constexpr int STEP = NT_ == 32 ? 32 : NT_ / 2, WIDTHS = NT_ / STEP;
-    static constexpr int LIST_AT =
-        WeightWgmma<F, NT_, 2>::RING_AT + tma_ring<WeightWgmma<F, NT_, 2>::STAGES>::bytes;
-    static constexpr int SMEM = LIST_AT + (int)sizeof(WeightGroupList) + WGMMA_BLOCK_BYTES;
+    static constexpr bool PERSISTENT = NT_ < 256;
+    static constexpr int STEP = NT_ == 32 ? 32 : 64, WIDTHS = NT_ / STEP;
+    /* One tile: the list lies where the first stages will. */
+    static constexpr int LIST_AT = PERSISTENT ? WeightWgmma<F, NT_, 2>::RING_AT +
+                                                    tma_ring<WeightWgmma<F, NT_, 2>::STAGES>::bytes
+                                              : 0;
+    static constexpr int SMEM =
+        WeightWgmma<F, NT_, 2>::SMEM + (PERSISTENT ? (int)sizeof(WeightGroupList) : 0);
     static_assert(SMEM <= 227 * 1024, "one block fits an SM");
 };
 /* The same stages, multiplied by N tokens. */
@@ -35,11 +46,11 @@ template <class K, int N> struct WeightWidth : K {
     static constexpr int NT = N;
 };
 
-constexpr int MOST_WIDTHS = 2;
+constexpr int MOST_WIDTHS = 4;
 
 struct WeightGroupedParams {
     WeightWgmma90Params x;
-    CUtensorMap tokens[MOST_WIDTHS]; /* boxes for STEP and 2 STEP tokens */
+    CUtensorMap tokens[MOST_WIDTHS]; /* boxes for STEP, 2 STEP, .. tokens */
     int box[MOST_WIDTHS];            /* rows of each */
     Groups groups;
     int64_t bias_group; /* elements */
@@ -151,13 +162,13 @@ __device__ __forceinline__ void store_grouped(const WeightGroupedParams &p, cons
     }
 }
 
-/* Rows of no group. */
-template <class K>
+/* Rows of no group, by THREADS threads. */
+template <class K, int THREADS>
 __device__ __forceinline__ void store_zeros(const WeightGroupedParams &p, const WeightTask &at) {
     const Finish &f = p.x.f;
     const int words = f.out_dtype == GK_F32 ? 2 : 1, cols = min(K::ROWS, p.x.n - at.col * K::ROWS);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (at.end - at.row) * K::ROWS; i += 256) {
+    for (int i = threadIdx.x; i < (at.end - at.row) * K::ROWS; i += THREADS) {
         if (i % K::ROWS >= cols) continue;
         const int64_t to = (at.row + i / K::ROWS) * f.out_row + at.col * K::ROWS + i % K::ROWS;
         if (words == 2)
@@ -227,20 +238,144 @@ __global__ void __launch_bounds__(K::THREADS, 1)
             const WeightTask at =
                 weight_task<K::NT>(p.groups, tasks_at<K>(smem_s), task, gridDim.x);
             if (at.group == p.groups.count)
-                store_zeros<K>(p, at);
+                store_zeros<K, 256>(p, at);
             else
                 consume_grouped<K, K::NT>(p, ring, smem_s, task, at.end - at.row);
         }
     }
 }
 
-/* ---- 4 plan and run -------------------------------------------------------------------------- */
+/* ---- 4 a tile of 256 tokens a block ---------------------------------------------------------- */
+template <class K>
+__device__ __forceinline__ void produce_tile(const WeightGroupedParams &p,
+                                             tma_ring<K::STAGES> &ring, smem_addr smem_s,
+                                             const WeightTask &at, int steps) {
+    typedef typename K::F F;
+    typedef typename K::Stage S;
+    const int width = (at.end - at.row - 1) / K::STEP, tokens = p.box[width];
+    const CUtensorMap *const a = &p.tokens[width];
+    prefetch_maps<F>(p.x.w, a);
+    const uint64_t again = l2_last_out(), once = l2_first_out();
+    const int row = at.group * p.tile_rows + at.col * K::RT,
+              token0 = box_row(at.row, tokens, p.x.m);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        const smem_addr stage_s = smem_s + ring.stage * S::BYTES;
+        ring.wait_empty();
+        mbarrier_arrive_expect_tx(ring.full(), S::copied(tokens));
+        produce_codes<F, S, K::ROWS, K::TILES>(p.x.w, stage_s, ring.full(), row, step * K::TILES,
+                                               at.shared ? again : once);
+        produce_rest<F, S, K::ROWS, K::TILES>(
+            p.x.w, a, stage_s, smem_s + K::SIDE_AT + ring.stage * S::SIDE, ring.full(),
+            row * GK_TILE, step * K::TILES, token0, again, once);
+    }
+}
+
+/* Multiplies by the least width that holds `tokens`, and leaves the sums in shared memory. */
+template <class K, int N>
+__device__ __forceinline__ void consume_tile(const WeightGroupedParams &p,
+                                             tma_ring<K::STAGES> &ring, smem_addr smem_s,
+                                             int tokens, int steps) {
+    if constexpr (N > K::STEP)
+        if (tokens <= N - K::STEP) {
+            consume_tile<K, N - K::STEP>(p, ring, smem_s, tokens, steps);
+            return;
+        }
+    typedef WeightWidth<K, N> Width;
+    float sum[N / 2];
+    consume_weight_wgmma<Width>(p.x, ring, smem_s, sum, p.box[N / K::STEP - 1] * WGMMA_ROW_BYTES,
+                                steps);
+    bar_sync(1, 256); /* both warpgroups have finished reading the stages */
+    stage_sums<Width>(smem_s, sum);
+}
+
+template <class K>
+__device__ __forceinline__ void store_tile(const WeightGroupedParams &p, smem_addr smem_s,
+                                           const WeightTask &at) {
+    typedef typename K::F::T T;
+    constexpr int EIGHTS = K::ROWS / 8;
+    const Finish &f = p.x.f;
+    const int col_at = threadIdx.x % EIGHTS * 8, col = at.col * K::ROWS + col_at;
+    const int token0 = box_row(at.row, p.box[(at.end - at.row - 1) / K::STEP], p.x.m);
+    float bias[8] = {}, alpha = 1;
+    if (col >= p.x.n) return;
+    if (!p.x.plain) {
+        if (f.alpha) alpha = *f.alpha;
+        if (f.bias)
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (col + i < p.x.n)
+                    bias[i] = load_any(f.bias, f.bias_dtype,
+                                       at.group * p.bias_group + (col + i) * f.bias_step);
+    }
+#pragma unroll 1
+    for (int row = at.row + threadIdx.x / EIGHTS; row < at.end; row += 256 / EIGHTS) {
+        const smem_addr from_s = smem_s + ((row - token0) * K::LD + col_at) * 4;
+        const uint4 x = ld_shared_128(from_s), y = ld_shared_128(from_s + 16);
+        float v[8] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                      __uint_as_float(x.w), __uint_as_float(y.x), __uint_as_float(y.y),
+                      __uint_as_float(y.z), __uint_as_float(y.w)};
+        if (p.x.plain && p.x.vectors)
+            *(uint4 *)((T *)f.out + row * f.out_row + col) =
+                make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
+                           pack2<T>(v[6], v[7]));
+        else
+            store_eight<T>(p.x, row, col, v, bias, alpha);
+    }
+}
+
+template <class K>
+__global__ void __launch_bounds__(K::THREADS, 1)
+    weight_grouped_tile_kernel(const __grid_constant__ WeightGroupedParams p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    __shared__ WeightTask found;
+    const smem_addr first_s = cvta_to_shared(smem);
+    const smem_addr smem_s =
+        (first_s + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    tma_ring<K::STAGES> ring(smem_s + K::RING_AT);
+    if (threadIdx.x == 0) {
+        ring.init(8);
+        fence_mbarrier_init();
+    }
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+    if (threadIdx.x / 32 == 1) { /* lists tasks where the first stages will lie */
+        WeightGroupList &list = *(WeightGroupList *)(smem + (smem_s - first_s));
+        list_groups<false, K::NT>(p.groups, list, threadIdx.x % 32);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            found = weight_task<K::NT, false>(p.groups, list, (int)blockIdx.x);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    const WeightTask at = found;
+    if (at.group < 0) return;
+    if (at.group == p.groups.count) {
+        store_zeros<K, K::THREADS>(p, at);
+        return;
+    }
+    const int steps = p.x.steps;
+    if (threadIdx.x >= 256) {
+        setmaxnreg_dec<40>();
+        if (threadIdx.x < 288 && elect_one()) produce_tile<K>(p, ring, smem_s, at, steps);
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<232>();
+        consume_tile<K, K::NT>(p, ring, smem_s, at.end - at.row, steps);
+        bar_sync(1, 256);
+        store_tile<K>(p, smem_s, at);
+    }
+}
+
+/* ---- 5 plan and run -------------------------------------------------------------------------- */
 template <class K>
 bool plan_weight_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                          gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (!weight_groups_serve<typename K::F>(g) || gpu->smem_per_block < K::SMEM) return false;
+    if (!weight_groups_serve<typename K::F>(g) || gpu->smem_per_block < K::SMEM + 64) return false;
+    /* Both epilogues let two results share a reciprocal, but not the same two. */
+    if (!K::PERSISTENT && gk_batch_invariant() && g->activation > GK_ACT_RELU) return false;
     const int64_t tiles = token_tiles(g, K::NT) * gk_ceil_div(g->n, K::ROWS);
     if (!gk_grid_fits(tiles)) return false;
     plan->kernel = instance;
@@ -279,9 +414,14 @@ gk_status run_weight_grouped(const gk_context *ctx, const void *args, const gk_p
     x.vectors = x.n % 8 == 0 && (uintptr_t)x.f.out % 16 == 0;
     p.groups = weight_groups(ctx, g, K::ROWS);
     p.tile_rows = (int)(group_rows(g) / GK_TILE);
-    const int64_t blocks = gk_min_i64(plan->tasks, gk_gpu_of(ctx->index)->num_sms);
-    return launch<weight_grouped_wgmma_kernel<K>>("weight_gemm", ctx, dim3((unsigned)blocks),
-                                                  K::THREADS, K::SMEM, p, true);
+    if constexpr (K::PERSISTENT) {
+        const int64_t blocks = gk_min_i64(plan->tasks, gk_gpu_of(ctx->index)->num_sms);
+        return launch<weight_grouped_wgmma_kernel<K>>("weight_gemm", ctx, dim3((unsigned)blocks),
+                                                      K::THREADS, K::SMEM, p, true);
+    } else {
+        return launch<weight_grouped_tile_kernel<K>>(
+            "weight_gemm", ctx, dim3((unsigned)plan->tasks), K::THREADS, K::SMEM, p, true);
+    }
 }
 
 #define GROUPED90(name, T, C, GROUP, ZERO, NT)                              \
