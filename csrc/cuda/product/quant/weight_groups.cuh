@@ -28,9 +28,11 @@ struct WeightTask {
     bool shared;  /* other tiles of tokens read the same weight rows */
 };
 
+/* stride: from a block's task to its next. As in find_task, the tile that comes first in a column
+ * rotates, or else a block might get the short last tile of every column. */
 template <int NT>
 __device__ __forceinline__ WeightTask weight_task(const Groups &x, const WeightGroupList &list,
-                                                  int task) {
+                                                  int task, int stride = 0x7fffffff) {
     if (task >= tasks_in(x, list)) return {-1, 0, 0, 0, false};
     const int group = group_of(x, list, task), begin = list.begin[group],
               end = group < x.count ? list.begin[group + 1] : (int)x.total,
@@ -38,7 +40,8 @@ __device__ __forceinline__ WeightTask weight_task(const Groups &x, const WeightG
     if (tiles == 1) return {group, begin, end, in_group, false};
     const int strip = in_group / (GROUPED_ROWS * x.across) * GROUPED_ROWS,
               rest = in_group - strip * x.across, down = min(GROUPED_ROWS, tiles - strip),
-              col = rest / down, row = begin + (strip + rest - col * down) * NT;
+              col = rest / down, turn = (task - rest + col * down) / stride,
+              row = begin + (strip + (rest - col * down + turn) % down) * NT;
     return {group, row, min(row + NT, end), col, true};
 }
 
