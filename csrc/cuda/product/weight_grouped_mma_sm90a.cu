@@ -69,6 +69,7 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
 
 const gk_cuda_instance instances[] = {
     GROUPED90_ALL("bf16_int4_g128", __nv_bfloat16, NIBBLES, 128, false),
+    GROUPED90("bf16_int4_g128_16_wide", __nv_bfloat16, NIBBLES, 128, false, 16, 1),
     GROUPED90_ALL("bf16_int4_g32", __nv_bfloat16, NIBBLES, 32, false),
     GROUPED90_ALL("bf16_uint4_zero_g128", __nv_bfloat16, NIBBLES, 128, true),
     GROUPED90_ALL("bf16_mxfp4", __nv_bfloat16, E2M1, 32, false),

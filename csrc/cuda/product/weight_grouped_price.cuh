@@ -16,7 +16,7 @@ struct WeightGroupedTile {
     int nt, rows, round, step;
     struct {
         double each, slope;
-    } price[4];     /* of step, 2 step, .. nt tokens */
+    } price[2];     /* of step and of nt tokens */
     double bits[3]; /* nibbles, e2m1, 8 bits */
 };
 
@@ -28,7 +28,7 @@ inline const WeightGroupedTile *weight_grouped_tile(bool wgmma, int nt) {
     static const WeightGroupedTile by_wgmma[] = {
         {32, 128, 256, 32, {{2.8, 0.21}}, {1, 1.25, 1.45}},
         {128, 128, 128, 64, {{2.4, 0.28}, {5.4, 0.40}}, {1, 1.15, 1.3}},
-        {256, 128, 128, 64, {{2.9, 0.30}, {4.6, 0.47}, {5.2, 0.51}, {5.6, 0.80}}, {1, 1.05, 1.1}},
+        {256, 128, 128, 128, {{4.6, 0.47}, {5.6, 0.80}}, {1, 1.05, 1.1}},
     };
     for (const auto &x : mma)
         if (!wgmma && x.nt == nt) return &x;

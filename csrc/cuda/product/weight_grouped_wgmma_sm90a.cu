@@ -7,8 +7,9 @@
  * stages for the next tile while the consumers store this one, from registers. Rows behind the last
  * group's end are tasks that store zeros.
  *
- * A tile multiplies only as many tokens as it has, rounded up to STEP: each number of steps has its
- * own loop, its own sums, and its own tensor map with the height of its box.
+ * A tile with at most STEP tokens multiplies no more: both widths have their own loop, their own
+ * sums, and their own tensor map with the height of their box. With four widths ptxas lets each
+ * product wait for the one before (C7512).
  *
  * All instances add a row's products in the same order, one chain over all of k. So a row's bits
  * depend neither on its group's size nor on the instance (weight_invariant.cu).
@@ -23,7 +24,7 @@
 namespace {
 
 template <class F, int NT_> struct WeightGrouped : WeightWgmma<F, NT_, 2> {
-    static constexpr int STEP = NT_ == 32 ? 32 : 64, WIDTHS = NT_ / STEP;
+    static constexpr int STEP = NT_ == 32 ? 32 : NT_ / 2, WIDTHS = NT_ / STEP;
     static constexpr int LIST_AT =
         WeightWgmma<F, NT_, 2>::RING_AT + tma_ring<WeightWgmma<F, NT_, 2>::STAGES>::bytes;
     static constexpr int SMEM = LIST_AT + (int)sizeof(WeightGroupList) + WGMMA_BLOCK_BYTES;
@@ -34,26 +35,34 @@ template <class K, int N> struct WeightWidth : K {
     static constexpr int NT = N;
 };
 
-constexpr int MOST_WIDTHS = 4;
+constexpr int MOST_WIDTHS = 2;
 
 struct WeightGroupedParams {
     WeightWgmma90Params x;
-    CUtensorMap tokens[MOST_WIDTHS]; /* boxes for STEP, 2 STEP, .. tokens */
+    CUtensorMap tokens[MOST_WIDTHS]; /* boxes for STEP and 2 STEP tokens */
     int box[MOST_WIDTHS];            /* rows of each */
     Groups groups;
     int64_t bias_group; /* elements */
     int tile_rows;      /* packed tiles of a group's weight rows */
 };
 
+/* The list of tasks. Its address is computed anew for each tile: a register that holds it over the
+ * products makes ptxas let each product wait for the one before. */
+template <class K> __device__ __forceinline__ const WeightGroupList &tasks_at(smem_addr smem_s) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    opaque(smem_s);
+    return *(const WeightGroupList *)(smem + (smem_s - cvta_to_shared(smem)) + K::LIST_AT);
+}
+
 /* ---- 1 producer ------------------------------------------------------------------------------ */
 template <class K>
 __device__ __forceinline__ void produce_grouped(const WeightGroupedParams &p,
-                                                const WeightGroupList &list,
                                                 tma_ring<K::STAGES> &ring, smem_addr smem_s) {
     typedef typename K::F F;
     typedef typename K::Stage S;
     prefetch_maps<F>(p.x.w, &p.tokens[0]);
     const uint64_t again = l2_last_out(), once = l2_first_out();
+    const WeightGroupList &list = tasks_at<K>(smem_s);
     for (int task = blockIdx.x; task < tasks_in(p.groups, list); task += gridDim.x) {
         const WeightTask at = weight_task<K::NT>(p.groups, list, task, gridDim.x);
         if (at.group == p.groups.count) continue;
@@ -83,7 +92,9 @@ __device__ __forceinline__ void store_grouped(const WeightGroupedParams &p, cons
                                               int token0, float (&sum)[N / 2]) {
     typedef typename K::F::T T;
     const Finish &f = p.x.f;
-    const int lane = threadIdx.x % 32, col0 = at.col * K::ROWS + threadIdx.x / 32 * 16;
+    unsigned thread = threadIdx.x;
+    opaque(thread); /* so that no register holds what follows from it over the products */
+    const int lane = thread % 32, col0 = at.col * K::ROWS + thread / 32 * 16;
     if (p.x.plain && p.x.vectors) {
         /* A lane has two tokens of rows lane / 4 and lane / 4 + 8. Transposed, it has four rows of
          * token lane / 4: 32 bytes of a token by four lanes. */
@@ -169,12 +180,12 @@ __device__ __forceinline__ void release_last(const tma_ring<K::STAGES> &ring, in
 
 /* Multiplies a task by the least width that holds its tokens, and stores it. */
 template <class K, int N>
-__device__ __forceinline__ void
-consume_grouped(const WeightGroupedParams &p, const WeightGroupList &list,
-                tma_ring<K::STAGES> &ring, smem_addr smem_s, int task, int tokens) {
+__device__ __forceinline__ void consume_grouped(const WeightGroupedParams &p,
+                                                tma_ring<K::STAGES> &ring, smem_addr smem_s,
+                                                int task, int tokens) {
     if constexpr (N > K::STEP)
         if (tokens <= N - K::STEP) {
-            consume_grouped<K, N - K::STEP>(p, list, ring, smem_s, task, tokens);
+            consume_grouped<K, N - K::STEP>(p, ring, smem_s, task, tokens);
             return;
         }
     float sum[N / 2];
@@ -183,7 +194,7 @@ consume_grouped(const WeightGroupedParams &p, const WeightGroupList &list,
                                             p.x.steps);
     release_last<K>(ring, p.x.steps);
     /* found again, so that no register holds it over the products */
-    const WeightTask at = weight_task<K::NT>(p.groups, list, task, gridDim.x);
+    const WeightTask at = weight_task<K::NT>(p.groups, tasks_at<K>(smem_s), task, gridDim.x);
     store_grouped<K, N>(p, at, box_row(at.row, box, p.x.m), sum);
 }
 
@@ -194,7 +205,6 @@ __global__ void __launch_bounds__(K::THREADS, 1)
     const smem_addr first_s = cvta_to_shared(smem);
     const smem_addr smem_s =
         (first_s + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
-    WeightGroupList &list = *(WeightGroupList *)(smem + (smem_s - first_s) + K::LIST_AT);
     tma_ring<K::STAGES> ring(smem_s + K::RING_AT);
     if (threadIdx.x == 0) {
         ring.init(8);
@@ -202,20 +212,24 @@ __global__ void __launch_bounds__(K::THREADS, 1)
     }
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    if (threadIdx.x / 32 == 1) list_groups<false, K::NT>(p.groups, list, threadIdx.x % 32);
+    if (threadIdx.x / 32 == 1)
+        list_groups<false, K::NT>(p.groups, const_cast<WeightGroupList &>(tasks_at<K>(smem_s)),
+                                  threadIdx.x % 32);
     __syncthreads();
     if (threadIdx.x >= 256) {
         setmaxnreg_dec<40>();
-        if (threadIdx.x < 288 && elect_one()) produce_grouped<K>(p, list, ring, smem_s);
+        if (threadIdx.x < 288 && elect_one()) produce_grouped<K>(p, ring, smem_s);
         __syncwarp();
     } else {
         setmaxnreg_inc<232>();
-        for (int task = blockIdx.x; task < tasks_in(p.groups, list); task += gridDim.x) {
-            const WeightTask at = weight_task<K::NT>(p.groups, list, task, gridDim.x);
+        for (int task = blockIdx.x; task < tasks_in(p.groups, tasks_at<K>(smem_s));
+             task += gridDim.x) {
+            const WeightTask at =
+                weight_task<K::NT>(p.groups, tasks_at<K>(smem_s), task, gridDim.x);
             if (at.group == p.groups.count)
                 store_zeros<K>(p, at);
             else
-                consume_grouped<K, K::NT>(p, list, ring, smem_s, task, at.end - at.row);
+                consume_grouped<K, K::NT>(p, ring, smem_s, task, at.end - at.row);
         }
     }
 }
