@@ -262,9 +262,9 @@ class Bench:
     @staticmethod
     def exact(model: torch.nn.Module, run: Callable) -> torch.Tensor:
         """The call's result in float32 on "eager"."""
-        twin = copy.deepcopy(model).float()
-        twin.set_attn_implementation("eager")
-        return run(twin)()
+        wide = copy.deepcopy(model).float()
+        wide.set_attn_implementation("eager")
+        return run(wide)()
 
     @staticmethod
     def held(model, name: str, call: Callable) -> Callable:

@@ -155,9 +155,9 @@ def random_model(config: Config, device: torch.device) -> GPT:
 
 def double_of(model: GPT, device: torch.device) -> GPT:
     """The same weights in float64."""
-    twin = on_device(model.config, device).double()
-    twin.load_state_dict(model.state_dict())
-    return twin
+    wide = on_device(model.config, device).double()
+    wide.load_state_dict(model.state_dict())
+    return wide
 
 
 def streamed(model: GPT) -> int:
@@ -177,9 +177,9 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
 
     def exact(tokens: Tensor, targets: Tensor):
         """The same step in float64 on PyTorch's own products."""
-        twin = double_of(model, device)
-        value = twin.loss(tokens, targets, TorchOps())
-        grads = torch.autograd.grad(value, list(twin.parameters()))
+        wide = double_of(model, device)
+        value = wide.loss(tokens, targets, TorchOps())
+        grads = torch.autograd.grad(value, list(wide.parameters()))
         return value.detach(), *(g.double() for g in grads)
 
     peers = {
@@ -235,10 +235,10 @@ def large_case(label: str, prefill: int, device: torch.device, config: Config = 
     @torch.no_grad()
     def exact(tokens: Tensor, targets: Tensor):
         """The first logits of a prefill, the loss of a step, in float64."""
-        twin = double_of(model, device)
+        wide = double_of(model, device)
         if prefill:
-            return logits_of(twin, TorchOps(), None)(tokens[:, :CHECKED], targets).double()
-        return twin.loss(tokens, targets, TorchOps())
+            return logits_of(wide, TorchOps(), None)(tokens[:, :CHECKED], targets).double()
+        return wide.loss(tokens, targets, TorchOps())
 
     def step(ops, backend_model: GPT) -> Callable:
         return (
@@ -458,12 +458,12 @@ def lora_case(label: str, rank: int, device: torch.device, config: Config = LARG
     @torch.no_grad()
     def exact(tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss in float64, the adapters multiplied into the weights."""
-        twin = double_of(model, device)
-        for block, own in zip(twin.blocks, model.blocks, strict=True):
+        wide = double_of(model, device)
+        for block, own in zip(wide.blocks, model.blocks, strict=True):
             for name, w in own.named_parameters():
                 down, up = adapters[w]
                 getattr(block, name).add_(down.double() @ up.double())
-        return twin.loss(tokens, targets, TorchOps())
+        return wide.loss(tokens, targets, TorchOps())
 
     peers = {
         name: lora_step(model, TorchOps(backend), adapters, device, options)
@@ -570,9 +570,9 @@ def decode_case(label: str, device: torch.device) -> Case:
 
     def exact(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
         """In float64 on PyTorch's own products, from keys and values of its own."""
-        twin = double_of(model, device)
+        wide = double_of(model, device)
         doubles = {torch.float64: [[x.double() for x in side] for side in rows[torch.bfloat16]]}
-        return padded_step(twin, None, None)(grams, lens, pages, doubles).double()
+        return padded_step(wide, None, None)(grams, lens, pages, doubles).double()
 
     seen = int(lens.sum())
     weights, cached = streamed(model), 2 * c.layers * c.heads_kv * c.head_dim * seen

@@ -22,7 +22,8 @@ OP = "gemm_random"  # followed by the seed
 LAYOUTS = ("NN", "NT", "TN", "TT")
 # the dtypes and their weights in the draw
 DTYPES_OF = {"cuda": {"bf16": 0.7, "f16": 0.15, "tf32": 0.15}, "cpu": {"f32": 0.5, "bf16": 0.5}}
-# Many shapes say more than many rounds of one. On a GPU 300 shapes should take about a minute.
+# Many shapes with few rounds each tell more than many rounds of few shapes. On a GPU 300 shapes should
+# take about a minute.
 EFFORT = {"cuda": Effort(block_us=3_000, min_rounds=3, max_rounds=5, seconds=0.05), "cpu": QUICK}
 COLORS = {"bf16": "#d62728", "f16": "#ff7f0e", "tf32": "#1f77b4", "f32": "#1f77b4"}
 

@@ -134,7 +134,6 @@ def main() -> None:
         if len(text) < length:
             parser.error(f"{TEXTS[name]} has {len(text)} tokens, and {length} are needed")
         model = Text(text, pages) if net is None else Read(net, text, pages)
-        model.prepare(most)
         captured = [model.captured_batch] + [0] * args.eager
         for level, model.captured_batch in [(n, c) for n in args.at_once for c in captured]:
             batch = 1 if net is None else level
@@ -144,6 +143,7 @@ def main() -> None:
             for branches in args.branches:
                 drafts = {"max_drafts": args.drafts * bool(branches)}
                 drafts["draft_branches"] = max(branches, 1)
+                model.prepare(level, *drafts.values())
                 engine, seconds = answered(
                     model, text, level, args.tokens, max_batch=batch, **drafts
                 )

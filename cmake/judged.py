@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Says which CUDA sources still have the code whose kernels docs/resources.csv lists.
+"""Finds the CUDA sources that have not changed since docs/resources.csv was written.
 
-    python cmake/judged.py drafts [--nvcc NVCC]
-    python cmake/judged.py record BUILD
+    python cmake/judged.py drafts [--nvcc NVCC]      prints these sources
+    python cmake/judged.py record BUILD              writes docs/resources.csv and docs/resources.txt
 
-docs/resources.txt holds a digest of docs/resources.csv and of each CUDA source of which that list
-was made. The digest of a source covers the file, all headers of csrc/ that it includes, the options of
-cmake/GkRules.cmake and the version of nvcc; comments and white space do not count. `drafts` prints
-the sources whose digest is still the same. Their machine code would be the same again, so the whole
-check makes none (GPUKERN_CUDA_DRAFT), and tests/build/test_resources.py takes their rows from
-docs/resources.csv.
+docs/resources.csv lists the registers, spills and stack of every CUDA kernel. Making the machine code
+of all kernels takes long, and unchanged sources give the same code again. So a check without a GPU
+(GPUKERN_CUDA_DRAFT) makes no machine code of unchanged sources, and tests/build/test_resources.py takes
+their rows from docs/resources.csv.
 
-`record` brings a build without drafts up to date and writes docs/resources.csv and
-docs/resources.txt from it, after the tests of resources have passed. A build without a record has
-no drafts.
+docs/resources.txt decides what is unchanged. It has a digest of docs/resources.csv and of each CUDA
+source. The digest of a source covers the file, all headers of csrc/ that it includes, the options of
+cmake/GkRules.cmake and the version of nvcc, but neither comments nor white space. Without
+docs/resources.txt every source counts as changed.
+
+`record` builds BUILD, which must not have drafts, and runs the tests of resources before it writes the
+two files.
 """
 
 import argparse
@@ -26,18 +28,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Always compiled, so that the tests which read machine code and the notes of ptxas have some.
+# Compiled even if it is unchanged, because tests read the machine code and the messages of ptxas.
 ALWAYS = "csrc/cuda/attn/forward/flash_attn_fp8_sm90a.cu"
 # A comment, or a string, which may contain the signs of a comment.
 COMMENT = re.compile(r'/\*.*?\*/|//[^\n]*|("(?:\\.|[^"\\\n])*")', re.DOTALL)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
-# What decides how nvcc compiles a kernel: the -gencode options and the options of gk_cuda_objects.
+# The parts of cmake/GkRules.cmake that have nvcc's options: -gencode, and those of gk_cuda_objects.
 OPTIONS = re.compile(r"^set\(gk_cuda_flags_.*?\)$|^macro\(gk_cuda_objects.*?^endmacro", re.M | re.S)
 
 
 def code(text: str) -> str:
-    """C without comments. White space is one space, none behind * and &, or a line feed around a
-    directive."""
+    """C without comments. White space becomes one space, nothing behind * and &, and a line feed
+    around a preprocessor directive."""
     text = COMMENT.sub(lambda m: m[1] or " ", text.replace("\\\n", " "))
     parts = re.split(r"^([ \t]*#[^\n]*)$", text, flags=re.MULTILINE)
     lines = (" ".join(part.split()) for part in parts)
@@ -97,8 +99,7 @@ def recorded(root: Path = ROOT) -> dict[str, str]:
 
 
 def drafts(compiler: str, root: Path = ROOT) -> list[str]:
-    """The sources whose kernels docs/resources.csv lists as they would be compiled now, without
-    ALWAYS."""
+    """The sources that are unchanged, except ALWAYS."""
     tree, before = Tree(root), recorded(root)
     return [
         source
@@ -119,7 +120,7 @@ def write(root: Path, compiler: str) -> None:
 def record(build: Path, compiler: str) -> None:
     if (build / "cuda_drafts.txt").exists():
         sys.exit(f"judged: {build} has drafts; configure it with -DGPUKERN_CUDA_DRAFT=OFF")
-    subprocess.run(["cmake", "--build", build], check=True)  # what is older than its source
+    subprocess.run(["cmake", "--build", build], check=True)
     tools, tests = ROOT / "tools", ROOT / "tests" / "build"
     report = [sys.executable, tools / "ptxas_report.py", build / "libgpukern.so"]
     listed = subprocess.run(report, capture_output=True, text=True, check=True).stdout

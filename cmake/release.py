@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Completes dist/, which holds a wheel, to what a maintainer uploads: the sdist, checksums and an
-index page.
+"""Adds to dist/, which has a wheel, everything else that a maintainer uploads: the sdist, checksums
+and an index page.
 
-    make release                                   torch 2.10 and the newest that the registry has
+    make release                                   tests with torch 2.10 and the newest one
     make release RELEASE_TORCH=2.13.0              one torch of your choice
     python cmake/release.py dist --torch 2.10 newest
 
@@ -56,7 +56,7 @@ def make_sdist(dist: Path) -> None:
 
 
 def packages(dist: Path) -> list[Path]:
-    """The wheel and the sdist: one of each, of one version."""
+    """The wheel and the sdist. Raises SystemExit unless there is one of each, of the same version."""
     found = sorted([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])
     versions = {re.match(r"gpukern-([^-]+?)(?:-|\.tar)", path.name)[1] for path in found}
     if len(found) != 2 or len(versions) != 1:
@@ -150,11 +150,11 @@ def check_sdist(dist: Path, build: bool) -> None:
     without CUDA, and checks that both wheels have the same files."""
     [archive] = dist.glob("*.tar.gz")
     with tarfile.open(archive) as files:
-        held = {m.name.split("/", 1)[1] for m in files.getmembers() if m.isfile()} - {"PKG-INFO"}
+        packed = {m.name.split("/", 1)[1] for m in files.getmembers() if m.isfile()} - {"PKG-INFO"}
     listed = subprocess.run(
         ["git", "ls-files"], check=True, cwd=ROOT, capture_output=True, text=True
     )
-    if differ := held ^ set(listed.stdout.splitlines()):
+    if differ := packed ^ set(listed.stdout.splitlines()):
         raise SystemExit(
             f"release: the sdist and git differ in {', '.join(sorted(differ))}; commit or remove them"
         )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes the .pyi of a module. Functions with return_lse return a tensor or a pair, depending on its
-value, which one signature cannot say.
+"""Writes the .pyi of a module whose functions take return_lse. Its value decides whether a function
+returns a tensor or a pair, which a single signature cannot express.
 
     python cmake/stubs.py torch_gpukern/ops/flash_attn.py build/stubs/flash_attn.pyi
 
-Each public function of the module gets its own signature, without defaults; one that has return_lse
-gets an overload for False, True and a bool of unknown value. The build runs this, so that a
-signature is written once, in the module.
+The stub has the signature of each public function of the module, without defaults. A function with
+return_lse gets three overloads: for False, for True, and for a bool of unknown value. The build runs
+this script, so a signature is written once, in the module.
 """
 
 import ast
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 PAIR = "Tensor | tuple[Tensor, Tensor]"
-# the type of return_lse in an overload: whether the argument may be left out, what the call returns
+# the type of return_lse in an overload -> (whether the argument is optional, the result's type)
 BY_RETURN_LSE = {
     "Literal[False]": (True, "Tensor"),
     "Literal[True]": (False, "tuple[Tensor, Tensor]"),
@@ -24,13 +24,13 @@ BY_RETURN_LSE = {
 
 def argument(a: ast.arg, default: ast.expr | None) -> str:
     """A line of a signature."""
-    quoted = isinstance(a.annotation, ast.Constant)  # a type that is imported for annotations alone
+    quoted = isinstance(a.annotation, ast.Constant)  # a type that is imported for annotations only
     annotation = a.annotation.value if quoted else ast.unparse(a.annotation)
     return f"    {a.arg}: {annotation}{'' if default is None else ' = ...'},\n"
 
 
 def stub(function: ast.FunctionDef, return_lse: str = "") -> str:
-    """The function's signature; return_lse: the type that it has in this overload."""
+    """The function's signature. return_lse: the type of that argument in this overload."""
     optional, result = BY_RETURN_LSE.get(return_lse, (True, ast.unparse(function.returns)))
     args = function.args
     defaults = [None] * (len(args.args) - len(args.defaults)) + args.defaults

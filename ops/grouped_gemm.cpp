@@ -24,8 +24,9 @@ struct GroupedGemm {
         to.scale_b = scale_b.view_or_null();
         to.bias = bias.view_or_null();
         to.activation = parse_activation(name, activation);
-        const gk_dtype own =
-            a.view.dtype == GK_E4M3 || a.view.dtype == GK_E5M2 ? GK_BF16 : a.view.dtype;
+        const bool eight =
+            a.view.dtype == GK_E4M3 || a.view.dtype == GK_E5M2 || a.view.dtype == GK_I8;
+        const gk_dtype own = eight ? GK_BF16 : a.view.dtype;
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : own;
         to.accumulate = parse_accumulate(name, accumulate);
     }

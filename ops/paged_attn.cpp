@@ -44,13 +44,13 @@ struct PagedAttn {
     static constexpr bool runs_empty = true; // a GPU checks tables and lengths even without tokens
 };
 
-// run.h sets `size` of every argument struct. csrc reads fwd.size.
+// run.h sets `size` of every argument struct. This one has none, because csrc reads fwd.size.
 struct PagedMaskedArgs : gk_paged_attn_masked_args {
     size_t size;
 };
 
 struct PagedAttnMasked {
-    Tensor q; // as above
+    Tensor q; // as in PagedAttn
     Tensor k_cache, v_cache;
     Tensor block_table;
     Tensor seq_lens;
@@ -93,7 +93,7 @@ struct KvCacheWrite {
     }
 };
 
-// True if t shares memory with a row of the cache that the op writes. On a GPU the host does not
+// Whether t shares memory with a row of the cache that the op writes. On a GPU the host does not
 // know the slots, so any overlap with the cache counts.
 bool overlaps_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
     if (!gk_shares_memory(&t, &cache.view)) return false;
@@ -111,7 +111,7 @@ bool overlaps_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slo
                            ? static_cast<const int64_t *>(slots.view.data)[at]
                            : static_cast<const int32_t *>(slots.view.data)[at];
         int64_t page = slot / cache.size(1);
-        // a negative slot is not written; csrc has refused one past the cache
+        // A negative slot is not written. csrc has already refused a slot behind the cache.
         if (slot < 0 || page >= cache.size(0)) continue;
         int64_t offset = page * cache.stride(0) + slot % cache.size(1) * cache.stride(1);
         row.data = static_cast<char *>(cache.view.data) + offset * bytes;

@@ -67,8 +67,7 @@ template <gk_norm_kind KIND> struct NormBwd {
         if (to.dweight) to.dweight = &r[1].view;
         if (to.dbias) to.dbias = &r[2].view;
     }
-    static constexpr bool runs_empty =
-        true; // dweight and dbias must be zeroed if there are no rows
+    static constexpr bool runs_empty = true; // without rows, dweight and dbias must be set to 0
 };
 
 // ---- softmax ------------------------------------------------------------------------------------
@@ -198,9 +197,10 @@ struct Rope {
 };
 
 // ---- cross entropy ------------------------------------------------------------------------------
-// An argument struct of csrc that begins with another one (gpukern_train.h).
-template <class A> struct Behind : A {
-    size_t size; // run.h sets `size` of every argument struct; csrc reads that of the member
+// An argument struct of csrc without `size`, whose first member is an argument struct with `size`
+// (gpukern_train.h). run.h sets `size` of every argument struct; csrc reads that of the member.
+template <class A> struct WithSize : A {
+    size_t size;
 };
 
 template <class O> void fill_loss(const O &op, gk_cross_entropy_args &to, size_t size) {
@@ -221,7 +221,8 @@ struct CrossEntropy {
     int64_t ignore_index;
     double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP_OF_MEMBER(fwd, cross_entropy_fwd, Behind<gk_cross_entropy_more_args>, "cross_entropy", 2)
+    GK_OP_OF_MEMBER(fwd, cross_entropy_fwd, WithSize<gk_cross_entropy_more_args>, "cross_entropy",
+                    2)
     GK_TENSORS(logits, target, weight)
 
     void fill(C &to) {
@@ -244,7 +245,7 @@ struct CrossEntropyGrad {
     int64_t ignore_index;
     double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP_OF_MEMBER(fwd, cross_entropy_fwd, Behind<gk_cross_entropy_more_args>,
+    GK_OP_OF_MEMBER(fwd, cross_entropy_fwd, WithSize<gk_cross_entropy_more_args>,
                     "cross_entropy_grad", 0)
     GK_TENSORS(logits, target, loss, lse, dlogits, weight)
 
@@ -279,7 +280,7 @@ struct CrossEntropyBwd {
     double label_smoothing, softcap, logit_scale, z_loss;
     int64_t first_class, num_classes;
 
-    GK_OP_OF_MEMBER(bwd, cross_entropy_bwd, Behind<gk_cross_entropy_bwd_more_args>,
+    GK_OP_OF_MEMBER(bwd, cross_entropy_bwd, WithSize<gk_cross_entropy_bwd_more_args>,
                     "cross_entropy_bwd", 1)
     GK_TENSORS(grad_loss, logits, target, lse, weight)
 

@@ -4,7 +4,7 @@ and what the results give.
 
 A module of such tests sets `reported = figures.reported`. Its tests have the mark `figures`: `make
 results` and `python tools/results.py` run them after they wrote the generated pages, and print what is
-left to mend by hand.
+left to correct by hand.
 """
 
 import re

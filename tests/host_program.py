@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Test programs in C++ (tests/csrc/*.cpp) of code from csrc/cuda that also runs on the CPU."""
+"""Compiles and runs tests/csrc/*.cpp: test programs of code in csrc/cuda that also runs on the CPU."""
 
 import os
 import shlex

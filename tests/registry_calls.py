@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A valid call of every function for tensors: for the test of docs/operators.md, and for the pages of
-ops that `make docs` makes.
+"""A valid call of every op. Used by the test of docs/operators.md, and by the pages of ops that
+`make docs` makes.
 """
 
 import torch
@@ -11,7 +11,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def calls():
-    """For each op a valid call with every tensor that may be floating point."""
+    """For each op the arguments of a valid call, with every optional floating-point tensor."""
     few = dict(dtype=E4M3, granularity="row")
     return {
         **{name: op.make() for name, op in OPS.items()},

@@ -107,9 +107,8 @@ VALUE_ERRORS = [
     (
         "dequantize",
         dict(codes=t(2, 3, dtype=I8), scale=t(3, 1), dtype=BF16),
-        "scale has shape [3, 1], which fits no scales of codes [2, 3]; expected [], or a matrix: "
-        "of "
-        "the rows, 1, one each, or one per 128, and of the columns 1 or one per 128 or 32",
+        "scale has shape [3, 1], which does not fit codes [2, 3]; expected [] or "
+        "[r, c] with r of 1, M or ceil(M / 128) and c of 1, ceil(K / 128) or ceil(K / 32)",
     ),
     (
         "dequantize",
@@ -135,28 +134,27 @@ VALUE_ERRORS = [
     (
         "scaled_gemm",
         codes(b=t(8, 5, dtype=I8)),
-        "b has dtype int8, a has float8_e4m3fn; int8 goes with int8 alone",
+        "b has dtype int8, a has float8_e4m3fn; int8 goes only with int8",
     ),
     ("scaled_gemm", codes(b=t(7, 5, dtype=E4M3)), "b has 7 rows, a has 8 columns; they must match"),
     ("scaled_gemm", codes(a=t(8, dtype=E4M3)), "a must have 2 dimensions [M, K], got 1"),
     (
         "scaled_gemm",
         codes(scale_a=t(3, 1)),
-        "scale_a has shape [3, 1], which fits no scales of a [2, 8]; expected [], or a matrix: of "
-        "the rows, 1, one each, or one per 128, and of the columns 1 or one per 128 or 32",
+        "scale_a has shape [3, 1], which does not fit a [2, 8]; expected [] or "
+        "[r, c] with r of 1, M or ceil(M / 128) and c of 1, ceil(K / 128) or ceil(K / 32)",
     ),
     (
         "scaled_gemm",
         codes(scale_a=t(2)),
-        "scale_a has shape [2], which fits no scales of a [2, 8]; expected [], or a matrix: of "
-        "the rows, 1, one each, or one per 128, and of the columns 1 or one per 128 or 32",
+        "scale_a has shape [2], which does not fit a [2, 8]; expected [] or "
+        "[r, c] with r of 1, M or ceil(M / 128) and c of 1, ceil(K / 128) or ceil(K / 32)",
     ),
     (
         "scaled_gemm",
         codes(scale_b=t(5, 2)),
-        "scale_b has shape [5, 2], which fits no scales of b [8, 5]; expected [], or a matrix: of "
-        "the rows, 1, one each, or one per 128, and of the columns 1 or one per 128 (rows: also "
-        "per 32)",
+        "scale_b has shape [5, 2], which does not fit b [8, 5]; expected [] or "
+        "[r, c] with r of 1, ceil(K / 128) or ceil(K / 32) and c of 1, N or ceil(N / 128)",
     ),
     (
         "scaled_gemm",
@@ -344,7 +342,7 @@ VALUE_ERRORS = [
     (
         "grouped_gemm",
         experts(a=t(8, 4).int()),
-        "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got int32",
+        "a must be float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got int32",
     ),
     ("grouped_gemm", experts(b=t(3, 5, 5)), "b has 5 rows, a has 4 columns; they must match"),
     ("grouped_gemm", experts(b=t(2, 4, 5)), "offs has 3 groups, b has 2; they must match"),
@@ -368,7 +366,7 @@ VALUE_ERRORS = [
     (
         "grouped_gemm",
         experts(scale_a=t(1)),
-        "scale_a goes with float8_e4m3fn and float8_e5m2, a is float32",
+        "scale_a goes with float8_e4m3fn, float8_e5m2 and int8, a is float32",
     ),
     ("grouped_gemm", experts(bias=t(2, 5)), "bias must have shape [3, 5], got [2, 5]"),
     (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pytest collects every test file. Also the output at the start of `make test`: that tests are
-being collected, and that tests run before the skipped ones.
+"""Pytest collects every test file. `make test` says at the start that tests are being collected, and
+runs tests before it reports skipped ones.
 
-This file is in no folder of tests/, because pytest can leave out a folder for its name.
+This file is in tests/ itself, because pytest may ignore a folder for its name.
 """
 
 from pathlib import Path

@@ -29,11 +29,11 @@ ROOMS = (
     "cmake",
 )
 
-# Law 1. The headers that an #include of each room may name. The headers of the C library have no
-# slash and end in .h.
+# Law 1. The headers that files of each room may include. Headers of the C library have no slash and
+# end in .h.
 CSRC_INCLUDE = re.compile(
     r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\""
-    r"|GPUKERN_EPILOGUE_HEADER"  # the user's, in a library of an epilogue
+    r"|GPUKERN_EPILOGUE_HEADER"  # a user's header with an epilogue of his own
 )
 OPS_INCLUDE = re.compile(
     r"<torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/[\w/]+\.h>"  # the stable ABI
@@ -50,17 +50,17 @@ ISA_MACRO = re.compile(
     r"#\s*(el)?if.*\b__(AVX\w*|SSE\w*|FMA|F16C|x86_64|i386|aarch64|ARM_\w+|riscv\w*)__?\b"
 )
 
-# Law 4. A tile, block or stage number that is written outside a table.
+# Law 4. The definition of a tile, block or stage size, which belongs in a table.
 TILE_NUMBER = re.compile(
     r"^\s*(#\s*define|enum\s*\{|(static )?(const(expr)?|const(expr)? static) \w+)\s*"
     r"(MR|NR|NV|MC|KC|NC|BM|BN|BK|BQ|BKV|STAGES|WARPS)\b\s*=?\s*\d"
 )
 TABLE_ROW = re.compile(r"(=\s*|^\s*)\{\s*-?\d")
 TABLES = {"tiles.h", "scores_tiles.h", "blocks.h"}
-# the register tile depends on the ISA's registers, so it is defined beside them
+# The register tile depends on the registers of the instruction set, so it is defined beside them.
 REGISTER_TILES = "vec.h"
 
-# Law 5.
+# Law 5. The files that an op has.
 COMPANIONS = (
     "torch_gpukern/ops/{}.py",
     "tests/ops/test_{}.py",
@@ -68,7 +68,7 @@ COMPANIONS = (
     "docs/worklog/{}.md",
 )
 # Retired words: (pattern of whole words in any case, the word to use, pattern of the paths where it
-# is retired). Strings are exempt, because error texts stay. docs/worklog/ is history.
+# is retired). Strings of C are exempt, because error texts stay. docs/worklog/ is history.
 CUDA = r"csrc/cuda/|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)"
 RETIRED = (
     (
@@ -94,7 +94,8 @@ RETIRED = (
     (r"by the lanes(?! of)", "from registers", ""),
     (r"dense along", "K-major, MN-major", ""),
     (r"lies? above each other|pairs above each other", "a 2 x 1 cluster", ""),
-    (r"twins?", "raw op; counterpart", r"csrc/|ops/|torch_gpukern/"),
+    (r"twins?", "raw op; counterpart; copy", ""),
+    (r"lent", "a view of the buffer", r"torch_gpukern/|tests/"),
     (r"units?|items?|pieces?", "tile, chunk, split", r"csrc/cuda/attn/paged/paged_"),
     (r"gk_c(pu|uda)_row", "instance", ""),
     (r"out_parts|lse_parts|part_rows", "out_splits, lse_splits, split_rows", ""),

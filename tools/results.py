@@ -717,7 +717,9 @@ def figures() -> int:
     for line in found.lines:
         print(line)
     if found.lines:
-        print(f"{len(found.lines)} figures on pages disagree with benchmarks/results/: mend them")
+        print(
+            f"{len(found.lines)} figures on pages disagree with benchmarks/results/: correct them"
+        )
     elif rc:
         print(f"the tests of figures did not run: pytest exits {int(rc)}")
     return int(rc != 0)

@@ -1,12 +1,15 @@
 #!/bin/bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs what needs several GPUs of one host, in order of value: the checks of
-# tests/distributed, the benchmark for all GPUs, then for pairs of them beside each other.
+# Runs tests and benchmarks that need several GPUs of one host, in parts. The arguments name the
+# parts, in the order in which they run:
 #
 #   OUT=folder tools/run_on_gpus.sh SECONDS links checks first training second pairs all_checks
 #
-# Each part has a time limit, and none runs on after SECONDS. Logs and results go to $OUT.
-# NVLink multicast stays off.
+# checks and all_checks are tests of tests/distributed. first, training and second are parts of
+# benchmarks/bench_distributed.py on all GPUs. pairs runs it on two pairs of GPUs at the same time.
+#
+# Each part has a time limit, and all end after SECONDS. Logs and results go to $OUT. NVLink multicast
+# is off.
 set -u
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4 TORCH_NCCL_ASYNC_ERROR_HANDLING=1
@@ -53,7 +56,7 @@ run_part() {
         ;;
     training) bench 70 training "$gpus" training ;;
     second) bench 60 second "$gpus" attention_128k,crossover ;;
-    pairs) # two at a time, which share no link
+    pairs) # both pairs at the same time; they share no link
         CUDA_VISIBLE_DEVICES=0,1 bench 45 pair0 2 products,all_reduce,loss &
         port=29600
         CUDA_VISIBLE_DEVICES=2,3 bench 45 pair1 2 attention,attention_32k,experts &

@@ -4,9 +4,9 @@
     python tools/same_sass.py OLD NEW [--only PATTERN] [--show]
     python tools/same_sass.py --keep FILE OLD
 
-OLD and NEW are libraries, objects or cubins. They may also be files that --keep wrote, which hold
-digests, so that the old build can be deleted. Kernels are matched by architecture and code, so a
-renamed template or file makes no difference. A kernel without a match is printed with its demangled
+OLD and NEW are libraries, objects or cubins. They may also be JSON files that --keep wrote. These have
+digests of the kernels, so that the old build can be deleted. Kernels are matched by architecture and
+code, so a renamed template or file makes no difference. A kernel without a match is printed with its demangled
 name; with --show also the first lines that differ from the kernel of the same name. Exits with 1 if
 anything differs. Uses cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm);
 needs no GPU.

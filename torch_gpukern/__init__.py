@@ -153,7 +153,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: explains what a GPU of that
             architecture (an A100, RTX 3090, L40S, H100) would run, wherever the tensors are. No GPU
             is needed, and contents of tensors on the CPU are not read. A build without the CUDA
-            kernels (GPUKERN_CUDA=0) answers for gemm alone.
+            kernels (GPUKERN_CUDA=0) answers only for gemm.
 
     Returns:
         An `Explanation`:

@@ -15,13 +15,17 @@ class _Bytes(NamedTuple):
     dtype: torch.dtype
 
 
-def as_bytes(held: dict[str, Any]) -> dict[str, Any]:
+def as_bytes(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of the dict in which tensors of 8-bit floats are replaced by bytes and a dtype;
     `as_codes` restores them."""
-    coded = {name: x for name, x in held.items() if isinstance(x, Tensor) and x.dtype in EIGHT_BITS}
-    return {**held, **{name: _Bytes(x.view(torch.uint8), x.dtype) for name, x in coded.items()}}
+    coded = {
+        name: x for name, x in state.items() if isinstance(x, Tensor) and x.dtype in EIGHT_BITS
+    }
+    return {**state, **{name: _Bytes(x.view(torch.uint8), x.dtype) for name, x in coded.items()}}
 
 
-def as_codes(held: dict[str, Any]) -> dict[str, Any]:
+def as_codes(state: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `as_bytes`."""
-    return {name: x.bytes.view(x.dtype) if isinstance(x, _Bytes) else x for name, x in held.items()}
+    return {
+        name: x.bytes.view(x.dtype) if isinstance(x, _Bytes) else x for name, x in state.items()
+    }

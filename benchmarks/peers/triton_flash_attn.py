@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""softmax(q k^T / sqrt(D)) v in Triton, to be read beside
-csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu; forward alone. Needs triton and a GPU, or
-TRITON_INTERPRET=1. Dao 2023, arXiv:2307.08691, Algorithm 1."""
+"""The forward of attention, softmax(q k^T / sqrt(D)) v, in Triton. To be read beside
+csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu. Needs triton and a GPU, or TRITON_INTERPRET=1. Dao 2023,
+arXiv:2307.08691, Algorithm 1."""
 
 import math
 
@@ -65,8 +65,8 @@ def kernel(
 def flash_attn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
 ) -> torch.Tensor:
-    """q [B, H, Sq, D], k and v [B, H, Sk, D], 16 bits, dense, D a power of two from 16; causal: key
-    j for query i >= j."""
+    """q [B, H, Sq, D], k and v [B, H, Sk, D] of 16 bits. D is a power of two, 16 or more. If is_causal,
+    query i sees the keys j <= i."""
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
     q, k, v = (x.contiguous() for x in (q, k, v))

@@ -5,6 +5,7 @@
 #include "quant.h"
 
 static bool is_fp8(gk_dtype dtype) { return dtype == GK_E4M3 || dtype == GK_E5M2; }
+static bool has_scales(gk_dtype dtype) { return is_fp8(dtype) || dtype == GK_I8; }
 
 gk_status gk_check_product_out(gk_io *io, gk_dtype a, gk_dtype out) {
     const bool code = gk_is_code(a);
@@ -19,13 +20,13 @@ gk_status gk_check_product_out(gk_io *io, gk_dtype a, gk_dtype out) {
 }
 
 static gk_status check_scales(gk_io *io, const gk_grouped_gemm_args *g, bool by_rows) {
-    const bool codes = is_fp8(g->a.dtype);
+    const bool codes = has_scales(g->a.dtype);
     GK_REQUIRE(codes || (!g->scale_a && !g->scale_b),
-               "%s goes with float8_e4m3fn and float8_e5m2, a is %s",
+               "%s goes with float8_e4m3fn, float8_e5m2 and int8, a is %s",
                g->scale_a ? "scale_a" : "scale_b", gk_dtype_name(g->a.dtype));
     GK_REQUIRE(!codes || (g->scale_a && g->scale_b), "%s must be given where a is %s",
                g->scale_a ? "scale_b" : "scale_a", gk_dtype_name(g->a.dtype));
-    GK_REQUIRE(codes || g->accumulate == GK_PRECISE,
+    GK_REQUIRE(is_fp8(g->a.dtype) || g->accumulate == GK_PRECISE,
                "accumulate must be precise where a is %s, got fast", gk_dtype_name(g->a.dtype));
     if (!codes) return GK_OK;
     GK_TRY(gk_take_scale(io, "scale_a", g->scale_a, "a", &g->a, false));
@@ -35,6 +36,10 @@ static gk_status check_scales(gk_io *io, const gk_grouped_gemm_args *g, bool by_
         (sa->ndim < 2 || sa->shape[1] == 1) && (sb->ndim < 2 || sb->shape[sb->ndim - 2] == 1);
     GK_REQUIRE(whole || g->accumulate == GK_PRECISE,
                "accumulate must be precise with scales along K, got fast");
+    GK_REQUIRE(g->a.dtype != GK_I8 || !whole || g->a.shape[1] <= INT8_MOST_K,
+               "a has %lld columns; int8 without scales along K takes at most %d, because longer "
+               "sums overflow int32",
+               (long long)g->a.shape[1], INT8_MOST_K);
     if (by_rows) return GK_OK;
     GK_REQUIRE(
         whole,
@@ -65,8 +70,9 @@ gk_status gk_check_ends(const gk_tensor *offs, int64_t total) {
 gk_status gk_check_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_args *g, gk_io *io) {
     const gk_tensor *a = &g->a, *b = &g->b;
     GK_TRY(gk_take(io, "a", a, GK_ANY_STRIDES));
-    GK_REQUIRE(a->dtype == GK_F32 || a->dtype == GK_BF16 || a->dtype == GK_F16 || is_fp8(a->dtype),
-               "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got %s%s",
+    GK_REQUIRE(a->dtype == GK_F32 || a->dtype == GK_BF16 || a->dtype == GK_F16 ||
+                   has_scales(a->dtype),
+               "a must be float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s%s",
                io->dtype_name(a->dtype), gk_bytes_hint(a->dtype));
     GK_TRY(gk_check_dims("a", a, 2, "[M, K]"));
     GK_TRY(gk_take(io, "b", b, GK_ANY_STRIDES));

@@ -5,6 +5,10 @@
 
 #include "../core/checks.h"
 
+enum {
+    INT8_MOST_K = 131071 /* a sum of this many products, each at most 2^14, fits int32 */
+};
+
 /* For a tensor of codes, or for the result, whose dtype the caller asks for. */
 gk_status gk_check_codes(gk_io *io, const char *name, const gk_tensor *t);
 /* A float32 [] or [1]. t may be NULL; then there is nothing to check. */

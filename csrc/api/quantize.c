@@ -42,16 +42,14 @@ gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const c
     if (fits) {
         fits = gk_block_log2(of->shape[r], t->shape[r], !k_is_row, k_is_row ? 5 : 7) >= 0 &&
                gk_block_log2(of->shape[c], t->shape[c], k_is_row, k_is_row ? 7 : 5) >= 0;
-    } else if (nd == 1 && t->ndim == 1) { /* scales for blocks of one row */
+    } else if (nd == 1 && t->ndim == 1) { /* a single row with a scale for each block */
         fits = gk_block_log2(of->shape[0], t->shape[0], false, 5) >= 0;
     }
-    GK_REQUIRE(fits,
-               "%s has shape %s, which fits no scales of %s %s; expected [], or %s of the rows, 1, "
-               "one each, or one per 128, "
-               "and of the columns 1 or one per 128%s",
+    GK_REQUIRE(fits, "%s has shape %s, which does not fit %s %s; expected [] or [%sr, c] with %s",
                name, gk_text_of(t->ndim, t->shape).text, of_name, gk_text_of(nd, of->shape).text,
-               nd > 2 ? "the leading dimensions and" : "a matrix:",
-               k_is_row ? " (rows: also per 32)" : " or 32");
+               nd > 2 ? "..., " : "",
+               k_is_row ? "r of 1, ceil(K / 128) or ceil(K / 32) and c of 1, N or ceil(N / 128)"
+                        : "r of 1, M or ceil(M / 128) and c of 1, ceil(K / 128) or ceil(K / 32)");
     return GK_OK;
 }
 
@@ -119,7 +117,7 @@ gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk
     }
     if (gk_reads_contents(io, ctx)) {
         if (q->scale_ub) GK_TRY(gk_check_above_0("scale_ub", q->scale_ub, false));
-        if (q->given) /* a NaN scale is allowed: it shows that calibration or amax met a NaN */
+        if (q->given) /* a NaN is allowed: it shows that the scale was computed from a NaN */
             GK_TRY(gk_check_above_0("scale", q->given, true));
     }
     gk_give(io, "codes", &q->codes, q->codes.dtype, x->ndim, x->shape, GK_CONTIGUOUS);

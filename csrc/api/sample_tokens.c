@@ -4,7 +4,7 @@
 #include "../core/dispatch.h"
 #include "gpukern_sample.h"
 
-/* An int64 holds the sum of so many weights of 2^43 (csrc/formats/sample_weight.h). */
+/* The sum of this many weights of 2^43 fits into an int64 (csrc/formats/sample_weight.h). */
 #define MOST_TOKENS ((INT64_C(1) << 20) - 1)
 
 /* A vector [R] of float64 or float32. t may be NULL. */
@@ -20,7 +20,7 @@ static gk_status take_integers(gk_io *io, const char *name, const gk_tensor *t) 
     return gk_check_dtypes(io, name, t, GK_I64, GK_I32);
 }
 
-/* counts, prompt, slots, drafted and the penalties. */
+/* Checks counts and the arguments that need counts. */
 static gk_status take_penalties(gk_io *io, const gk_sample_tokens_args *a, int64_t rows,
                                 int64_t vocab) {
     const char *name = a->prompt       ? "prompt"
@@ -82,7 +82,7 @@ void gk_cost_sample_tokens(const gk_context *ctx, const gk_sample_tokens_args *a
                            gk_explanation *out) {
     (void)ctx;
     const double values = (double)gk_numel(&a->logits);
-    /* a row with penalties reads its counts and marks */
+    /* a row with penalties also reads 4 bytes of counts and 1 byte of prompt for each token */
     out->bytes = gk_tensor_bytes(&a->logits) + gk_tensor_bytes(&a->out) +
                  values * (a->counts ? (a->prompt ? 5 : 4) : 0);
     out->flops = 20.0 * values;

@@ -4,10 +4,6 @@
 #include "../formats/scales.h"
 #include "quant.h"
 
-enum {
-    INT8_MOST_K = 131071 /* a sum of this many products, each at most 2^14, fits int32 */
-};
-
 gk_status gk_check_addend(gk_io *io, const char *name, const gk_tensor *t, gk_dtype out) {
     /* either 16-bit dtype fits beside the result */
     const bool any = out == GK_F32 || gk_is_code(out);
@@ -47,7 +43,7 @@ gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args 
     GK_TRY(gk_take(io, "b", b, GK_ANY_STRIDES));
     GK_TRY(gk_check_codes(io, "b", b));
     GK_REQUIRE((a->dtype == GK_I8) == (b->dtype == GK_I8),
-               "b has dtype %s, a has %s; int8 goes with int8 alone", gk_dtype_name(b->dtype),
+               "b has dtype %s, a has %s; int8 goes only with int8", gk_dtype_name(b->dtype),
                gk_dtype_name(a->dtype));
     GK_TRY(gk_check_dims("b", b, 2, "[K, N]"));
     GK_REQUIRE(b->shape[0] == a->shape[1], "b has %lld rows, a has %lld columns; they must match",

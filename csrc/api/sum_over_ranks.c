@@ -11,10 +11,10 @@ static int64_t padded_elements(int64_t elements) { return gk_ceil_div(elements, 
 
 size_t gk_mailbox_bytes(int64_t elements, int32_t num_ranks) {
     if (elements < 0 || num_ranks < 1) return 0;
-    const int64_t places = 2 * (int64_t)sizeof(float) * num_ranks;
-    if (elements > (INT64_MAX - GK_MAILBOX_HEADER) / places - 4) return SIZE_MAX; /* no room */
-    return GK_MAILBOX_HEADER +
-           (size_t)padded_elements(elements) * sizeof(float) * 2 * (size_t)num_ranks;
+    /* two buffers for each rank, which alternate from call to call (cuda/collective) */
+    const int64_t element_bytes = 2 * (int64_t)sizeof(float) * num_ranks;
+    if (elements > (INT64_MAX - GK_MAILBOX_HEADER) / element_bytes - 4) return SIZE_MAX;
+    return GK_MAILBOX_HEADER + (size_t)(padded_elements(elements) * element_bytes);
 }
 
 static gk_status check(const gk_context *ctx, const gk_sum_over_ranks_args *s) {

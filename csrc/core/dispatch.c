@@ -16,8 +16,9 @@
 #include <stdlib.h>
 
 /* ---- counters that the tests read ------------------------------------------------------------ */
-/* calls planned; plans that a kernel made; kernels asked for one */
-static _Thread_local int64_t num_plans, num_kernel_plans, num_asked;
+static _Thread_local int64_t num_plans;        /* calls that were planned */
+static _Thread_local int64_t num_kernel_plans; /* plans that a kernel made */
+static _Thread_local int64_t num_asked;        /* kernels that were asked for a plan */
 
 void gk_count_calls(gk_call_counts *counts) {
     counts->checks = gk_num_checks();
@@ -80,7 +81,7 @@ static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 
-/* Code for sm_90a runs on that architecture alone. Code for compute_80 runs on every one from 80
+/* Code for sm_90a runs only on that architecture. Code for compute_80 runs on every one from 80
  * on. */
 static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
     return table->arch == 90 ? gpu->arch == 90 : gpu->arch >= table->arch;
@@ -121,8 +122,9 @@ static bool has_dtype(const gk_cuda_table *table, gk_dtype dtype) {
     return false;
 }
 
-/* The first instance of the first table that serves the call. The second loop only finds the reason
- * for a refusal: the sizes, if a table has instances of this dtype, otherwise the dtype. */
+/* Plans the call with the first instance of the first table that serves it. The second loop only
+ * finds the reason for a refusal: the sizes, if a table has instances of this dtype, otherwise the
+ * dtype. */
 gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype,
                                    const void *args, gk_plan *plan) {
     const gk_gpu *gpu = gk_dispatch_gpu(ctx);
@@ -142,8 +144,7 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
                            gk_dtype_name(dtype), (int)ctx->index, gpu->name);
     return gk_fail(GK_ERR_UNSUPPORTED,
                    "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are "
-                   "float32, bfloat16, "
-                   "float16, float64 from compute capability 8.0 on",
+                   "float32, bfloat16, float16, float64 from compute capability 8.0 on",
                    gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10,
                    gpu->arch % 10);
 }
@@ -160,8 +161,9 @@ bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *instance, const gk_c
     return false;
 }
 
-/* Plans the call with the instance that gk_gemm_prefer asked for. False if there is none, if it
- * does not serve this call, or if a row's bits must not depend on M, which keys contain. */
+/* Plans the call with the instance that gk_gemm_prefer named for its tuning key. Returns false if
+ * there is none or if it does not serve this call. Batch-invariant calls ignore it: a row's bits
+ * must not depend on M, and a tuning key contains M. */
 static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk_plan *plan) {
     if (op != GK_OP_GEMM || !gk_any_preferred() || gk_batch_invariant()) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);

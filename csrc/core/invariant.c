@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
+/* invariant.c: the switch of batch-invariant products, one for the process (invariant.h). */
 #include "invariant.h"
 
 int32_t gk_invariant_on;

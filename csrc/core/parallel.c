@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* parallel.c: hands tasks to the workers of the caller's thread pool.
  *
- * A result never depends on which worker runs a task. Workers therefore take over the caller's
- * floating-point mode (rounding, flush-to-zero, denormals-are-zero) and restore their own
- * afterwards. */
+ * A result must not depend on which worker runs a task. So every worker sets the caller's
+ * floating-point mode (rounding, flush-to-zero, denormals-are-zero) for its tasks, and restores its
+ * own mode afterwards. */
 #include "internal.h"
 
 #include <fenv.h>
@@ -15,11 +15,9 @@ typedef struct share {
     gk_work_fn fn;
     void *arg;
     int64_t num_tasks;
-    /* next task; workers take tasks one by one, so a slow worker delays nobody */
-    atomic_llong next;
-    /* the calling thread (address of its `here`); `mode` is its floating-point mode */
-    const char *caller;
-    fenv_t mode;
+    atomic_llong next;  /* task; workers take tasks one by one, so a slow worker delays nobody */
+    const char *caller; /* the calling thread: the address of its `here` */
+    fenv_t mode;        /* the caller's floating-point mode */
 } share;
 
 static void worker_main(void *arg, int64_t worker) {

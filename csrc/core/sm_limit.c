@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm_limit.c: the limit on the number of SMs that persistent kernels may use. It belongs to the
- * process. gk_gpu_of (cuda/host/described.c) shows every planner a GPU of that size. */
+/* sm_limit.c: the limit on the number of SMs that persistent kernels use, one for the process.
+ * gk_gpu_of (cuda/host/described.c) describes the GPU to every planner as if it had only so many
+ * SMs. */
 #include "checks.h"
 #include "gpukern.h"
 
-static int32_t limit; /* 0: none */
+static int32_t limit; /* 0: no limit */
 
 int32_t gk_sm_limit(void) { return __atomic_load_n(&limit, __ATOMIC_RELAXED); }
 

@@ -33,15 +33,13 @@ const char *gk_device_error_text(gk_device_error kind) {
     switch (kind) {
     case GK_BAD_CU_SEQLENS:
         return "flash_attn_varlen: cu_seqlens is expected to start at 0, not to decrease, to end "
-               "within the tokens and "
-               "to hold sequences of at most max_seqlen; grouped_gemm and weight_gemm: offs is "
-               "expected not to decrease and to end within what it groups";
+               "within the tokens and to hold sequences of at most max_seqlen; grouped_gemm and "
+               "weight_gemm: offs is expected not to decrease and to end within the rows or "
+               "columns that it groups";
     case GK_BAD_SEQ_LENS:
-        return "paged_attn: seq_lens is expected to be between a sequence's query tokens and what "
-               "its row of "
-               "block_table "
-               "holds, and cu_seqlens_q to start at 0, not to decrease and to end within the "
-               "tokens";
+        return "paged_attn: seq_lens is expected to be at least the sequence's query tokens and at "
+               "most the tokens of its row of block_table; cu_seqlens_q is expected to start at 0, "
+               "not to decrease and to end within the tokens";
     case GK_BAD_BLOCK_TABLE:
         return "paged_attn: block_table is expected to hold pages of the cache";
     case GK_BAD_SLOTS:
@@ -59,7 +57,7 @@ const char *gk_device_error_text(gk_device_error kind) {
     return "unknown gk_device_error";
 }
 
-/* Offset of the detail in last_error: behind the entry point's name once gk_named has added it. */
+/* Offset of the detail in last_error. gk_named puts the entry point's name in front of it. */
 static _Thread_local size_t detail_at;
 
 const char *gk_last_error(void) { return last_error; }

@@ -90,8 +90,9 @@ void gk_gemm_at(const gk_gemm_problem *p, gk_dtype dtype, int64_t i, const char 
     if (r->c) e->c = (const char *)r->c + (int64_t)gk_dtype_bytes(r->c_dtype) * co;
 }
 
-/* With small M b is read in place. If both operands are contiguous along k, dot products need no
- * packing for a few more rows. Their sums have another order than those of larger M. */
+/* Whether gemm_skinny serves the product: M is so small that reading b in place is faster than
+ * packing it. The limit is higher if both operands are contiguous along k. gemm_skinny adds in
+ * another order than gemm_packed, so batch-invariant products never use it. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
     if (gk_batch_invariant()) return false;
     if (p->b_n == 1) return p->m <= GK_SKINNY_ROWS_ACROSS;
@@ -266,8 +267,8 @@ static void cut_into_blocks(plan *x, const gk_context *ctx, const gk_gemm_isa *i
     x->k_blocks = x->kb ? gk_ceil_div(p->k, x->kb) : 1;
 }
 
-/* Decides which operands are packed, where sums stand between blocks of k, and the bytes of each
- * buffer. */
+/* Decides which operands are packed, which buffer has the sums between blocks of k, and the bytes
+ * of each buffer. */
 static void choose_buffers(plan *x, const gk_gemm_args *args, const gk_gemm_isa *isa) {
     const gk_gemm_problem *p = &x->p;
     const gk_gemm_result *e = &p->epilogue;
@@ -315,9 +316,11 @@ static int64_t num_tasks(const plan *x) {
 /* Prefetches the part of b that a task will pack next into the L2, line by line, while the task
  * multiplies the block before. */
 typedef struct fetch {
-    const char *row;
-    /* rows left; bytes from row to row; lines of a row; the next line of this row */
-    int64_t rows, row_bytes, lines, line;
+    const char *row;   /* the row that is being fetched */
+    int64_t rows;      /* left, this one included */
+    int64_t row_bytes; /* from row to row */
+    int64_t lines;     /* cache lines of a row */
+    int64_t line;      /* the next line of this row */
 } fetch;
 
 static fetch fetch_make(const gk_gemm_problem *p, const char *b, int64_t es, int64_t cols,
@@ -431,10 +434,11 @@ typedef struct step {
     gk_gemm_epilogue e; /* of the block's first element */
     const char *a, *b;  /* the operands at the block's first row and column and at its first k */
     const uint32_t *a_pack, *b_pack;
-    int64_t cells;       /* of k */
-    int64_t in_place;    /* the columns of b before this one are read in place */
-    float *tile, *block; /* sums of one strip and one panel; of the block, between blocks of k */
-    bool first, last;    /* block of k */
+    int64_t cells;    /* of this block of k */
+    int64_t in_place; /* the columns of b before this one are read in place */
+    float *tile;      /* sums of one strip by one panel */
+    float *block;     /* sums of the whole block, kept between blocks of k */
+    bool first, last; /* whether this is the first and the last block of k */
 } step;
 
 /* Multiplies rows [r0, r0 + rn) of a by columns [c0, c0 + cn) of b. Stores or keeps the sums. */
@@ -493,10 +497,9 @@ static void task(void *arg, int64_t t, int64_t worker) {
     uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)a_packed;
     float *tile = (float *)(ws + x->b_bytes);
 
-    const int64_t blocks = x->m_blocks * x->n_blocks,
-                  /* index of the rows of a: with a_once, tasks with the same rows are
-                   * consecutive */
-        of_a = t / x->n_blocks;
+    const int64_t blocks = x->m_blocks * x->n_blocks;
+    /* With a_once, n_blocks consecutive tasks have the same rows of a. of_a numbers these rows. */
+    const int64_t of_a = t / x->n_blocks;
     const int64_t mi = x->a_once ? of_a % x->m_blocks : t % x->m_blocks;
     const int64_t ni = x->a_once ? t % x->n_blocks : t / x->m_blocks % x->n_blocks;
     const int64_t bi = x->shared ? jb->batch : t / blocks;
@@ -525,12 +528,13 @@ static void task(void *arg, int64_t t, int64_t worker) {
             pack_a(jb, a_pack, gk_at(a, es * k0 * p->a_k), rows, kn);
             if (x->a_once) ++*a_packed;
         }
-        const int64_t there = x->b_in_place ? cols / nr * nr : 0;
+        const int64_t in_place = x->b_in_place ? cols / nr * nr : 0; /* columns of whole panels */
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
-        else if (there < cols)
-            isa->pack_panels(b_pack + there * cells, gk_at(b, es * (k0 * p->b_k + there * p->b_n)),
-                             dtype, p->b_n, p->b_k, cols - there, kn);
+        else if (in_place < cols)
+            isa->pack_panels(b_pack + in_place * cells,
+                             gk_at(b, es * (k0 * p->b_k + in_place * p->b_n)), dtype, p->b_n,
+                             p->b_k, cols - in_place, kn);
         /* AMX: prefetches of distant lines would occupy the L1's fill buffers while tile loads
          * wait for the L2 */
         const int64_t kn_next =
@@ -542,7 +546,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
         s.a_pack = a_pack;
         s.b_pack = b_pack;
         s.cells = cells;
-        s.in_place = there;
+        s.in_place = in_place;
         s.first = kbi == 0;
         s.last = kbi == x->k_blocks - 1;
         for (int64_t c0 = 0; c0 < cols; c0 += nr)

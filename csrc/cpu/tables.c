@@ -56,6 +56,7 @@ DECLARE(scaled_gemm_vnni)
 DECLARE(weight_gemm)
 DECLARE(weight_skinny)
 DECLARE(grouped_gemm)
+DECLARE(grouped_gemm_vnni)
 DECLARE(sparse_gemm)
 DECLARE(sparse_gemm_vnni)
 DECLARE(norm_fwd)
@@ -82,9 +83,6 @@ DECLARE(adamw)
         INSTANCE(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
 /* avx512bf16 multiplies 8-bit codes as pairs of bfloat16 */
-#define EVERY_ISA_OF_CODES(stem)                                                    \
-    CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), \
-        CODES(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem)                                                               \
     CODES_VNNI(stem, GK_ISA_AVX512BF16, avx512bf16), CODES_VNNI(stem, GK_ISA_AVX512, avx512), \
         CODES_VNNI(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
@@ -99,7 +97,8 @@ DECLARE(adamw)
 #define EVERY_ISA(stem)                                                                         \
     INSTANCE(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
-/* in each ISA `first` stands before `second`: `first` serves the calls that it can plan */
+/* For each instruction set `first` comes before `second`, so it serves the calls that it can plan.
+ */
 #define EITHER(first, second)                                                      \
     INSTANCE(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                       \
         INSTANCE(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                  \
@@ -107,7 +106,6 @@ DECLARE(adamw)
         THREE(first, GK_ISA_AVX2, avx2), THREE(second, GK_ISA_AVX2, avx2),         \
         THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #else
-#define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_E4M3(stem) INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_FLOATS(stem) INSTANCE(stem, GK_E4M3, GK_ISA_BASE, base)
@@ -136,7 +134,8 @@ static const gk_cpu_instance flash_attn_fwd_instances[] = {
 static const gk_cpu_instance flash_attn_bwd_instances[] = {
     ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd), REF_INSTANCE(flash_attn_bwd)};
 static const gk_cpu_instance flash_attn_fp8_instances[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
-/* ref/ also serves masks over new tokens, in every dtype; torch_gpukern composes such calls */
+/* ref/ also serves masks over new tokens, in every dtype. It is for C programs: torch_gpukern makes
+ * such a call of two other ones. */
 static const gk_cpu_instance paged_attn_instances[] = {
     ON_TILES(paged_attn) EVERY_ISA(paged_attn),
     REF_INSTANCE(paged_attn),
@@ -154,7 +153,7 @@ static const gk_cpu_instance dequantize_instances[] = {EVERY_ISA(dequantize),
                                                        REF_INSTANCE(dequantize)};
 static const gk_cpu_instance scaled_gemm_instances[] = {TILES_OF(scaled_gemm, GK_I8)
                                                             EVERY_ISA_OF_INT8(scaled_gemm)};
-/* packing involves no arithmetic, so ref/ serves every dtype */
+/* packing involves no arithmetic, so ref/ is fast enough for every dtype */
 static const gk_cpu_instance pack_weight_instances[] = {
     {"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
     {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
@@ -164,7 +163,7 @@ static const gk_cpu_instance unpack_weight_instances[] = {
 static const gk_cpu_instance weight_gemm_instances[] = {EITHER(weight_skinny, weight_gemm),
                                                         EVERY_ISA_OF_E4M3(weight_gemm)};
 static const gk_cpu_instance grouped_gemm_instances[] = {EVERY_ISA(grouped_gemm),
-                                                         EVERY_ISA_OF_CODES(grouped_gemm)};
+                                                         EVERY_ISA_OF_INT8(grouped_gemm)};
 #define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
 static const gk_cpu_instance sparse_pack_instances[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16),
                                                         SPARSE_PACK(GK_E4M3), SPARSE_PACK(GK_E5M2),
@@ -186,7 +185,7 @@ static const gk_cpu_instance cross_entropy_bwd_instances[] = {EVERY_ISA(cross_en
                                                               REF_INSTANCE(cross_entropy_bwd)};
 static const gk_cpu_instance kl_div_instances[] = {EVERY_ISA(kl_div), REF_INSTANCE(kl_div)};
 static const gk_cpu_instance dropout_instances[] = {EVERY_ISA(dropout), REF_INSTANCE(dropout)};
-/* no arithmetic either: ref/ serves it */
+/* no arithmetic either, so ref/ serves it */
 static const gk_cpu_instance attn_mask_instances[] = {
     {"attn_mask", GK_I32, GK_ISA_BASE, &attn_mask_ref}};
 /* ref/ serves every dtype, because its bits are what the op promises */

@@ -33,9 +33,10 @@ extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
 extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table,
     gk_scaled_gemm_sm80_table;
-extern const gk_cuda_table gk_scaled_gemm_decoded_table, gk_scaled_gemm_mx_sm90a_table,
-    gk_scaled_gemm_plain_table;
-extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
+extern const gk_cuda_table gk_scaled_gemm_decoded_sm90a_table, gk_scaled_gemm_decoded_table,
+    gk_scaled_gemm_mx_sm90a_table, gk_scaled_gemm_plain_table;
+extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table,
+    gk_grouped_gemm_int8_sm90a_table;
 extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table,
     gk_sparse_pack_table, gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table,
     gk_sparse_gemm_plain_table;
@@ -154,13 +155,17 @@ NONE(paged_prefill_relay_sm90a)
 NONE(paged_prefill_sm90a)
 NONE(paged_tree_sm90a)
 NONE(grouped_gemm_fp8_sm90a)
+NONE(grouped_gemm_int8_sm90a)
 NONE(grouped_gemm_sm90a)
 NONE(quantize_sm90a)
 NONE(sparse_gemm_sm90a)
+NONE(scaled_gemm_decoded_sm90a)
 NONE(scaled_gemm_mx_sm90a)
 NONE(scaled_gemm_sm90a)
 NONE(scaled_gemm_swapab_sm90a)
 NONE(weight_decoded)
+NONE(weight_grouped_mma)
+NONE(weight_grouped_wgmma)
 NONE(weight_mma_4bit)
 NONE(weight_mma_8bit)
 NONE(weight_wgmma_4bit)
@@ -192,13 +197,15 @@ static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table,
                                                        &gk_quantize_table};
 static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
 static const gk_cuda_table *const scaled_gemm_tables[] = {
-    &gk_scaled_gemm_swapab_sm90a_table, &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_decoded_table,
-    &gk_scaled_gemm_mx_sm90a_table,     &gk_scaled_gemm_sm80_table,  &gk_scaled_gemm_plain_table};
+    &gk_scaled_gemm_swapab_sm90a_table,  &gk_scaled_gemm_sm90a_table,
+    &gk_scaled_gemm_decoded_sm90a_table, &gk_scaled_gemm_decoded_table,
+    &gk_scaled_gemm_mx_sm90a_table,      &gk_scaled_gemm_sm80_table,
+    &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
 static const gk_cuda_table *const grouped_gemm_tables[] = {
-    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_sm80_table,
-    &gk_grouped_gemm_plain_table};
+    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table,
+    &gk_grouped_gemm_int8_sm90a_table, &gk_grouped_gemm_sm80_table, &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
 static const gk_cuda_table *const sparse_gemm_tables[] = {
     &gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table, &gk_sparse_gemm_plain_table};
@@ -250,6 +257,7 @@ static bool looks_at_rows(const gk_cuda_table *t) {
            t == &gk_weight_wgmma_4bit_table || t == &gk_weight_wgmma_8bit_table ||
            t == &gk_weight_decoded_table || t == &gk_weight_grouped_mma_table ||
            t == &gk_weight_gemm_4bit_sm80_table || t == &gk_weight_gemm_8bit_sm80_table ||
+           t == &gk_scaled_gemm_decoded_sm90a_table ||
            t == &gk_scaled_gemm_decoded_table;
 }
 

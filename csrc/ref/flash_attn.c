@@ -52,7 +52,8 @@ static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t s
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
 
-/* The row number that the dropout law takes: the index of the token's element in lse. */
+/* The row number by which dropout is drawn (formats/attn_dropout.h): the index of the token's
+ * element in lse. */
 static int64_t drop_row(const flash_job *job, int64_t b, int64_t start, int64_t h, int64_t i) {
     return job->packed ? (start + i) * job->heads_q + h
                        : (b * job->heads_q + h) * job->q.length + i;
@@ -190,9 +191,9 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     return true;
 }
 
-/* For a row and a key within its span: p, the probability after dropout, which enters dv; ds, the
- * gradient of scale q k; and raw, the gradient of the score, which is that of a bias. Returns false
- * if a mask or a bias hides the key. */
+/* For a row and a key within its span. p is the probability after dropout, the factor of dout in
+ * dv. ds is the gradient of scale q k. raw is the gradient of the score, which is also the gradient
+ * of a bias. Returns false if a mask or a bias hides the key. */
 static bool pair_gradient(const flash_job *job, const ref_score *score, const ref_scores *scores,
                           const row *r, const double *k, const double *v, int64_t i, int64_t j,
                           double *p, double *ds, double *raw) {
@@ -251,7 +252,8 @@ static void dq_task(void *arg, int64_t task, int64_t worker) {
 static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0,
                      int64_t keys) {
     const gk_flash_attn_args *x = job->x;
-    /* dk, dv: of the rows before the current group; dk_part, dv_part: of the last REF_KEYS rows */
+    /* The sums are taken in two levels: dk_part and dv_part over REF_KEYS rows, which are then
+     * added to dk and dv. */
     double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];
     double dk_part[REF_ROWS][REF_MAX_HEAD_DIM], dv_part[REF_ROWS][REF_MAX_HEAD_DIM];
     double k_buf[REF_ROWS][REF_MAX_HEAD_DIM], v_buf[REF_ROWS][REF_MAX_HEAD_DIM];

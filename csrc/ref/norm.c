@@ -52,7 +52,7 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     const gk_norm_bwd_args *a = arg;
     const int64_t n = last_size(&a->h);
     const stats s = stats_of(&a->h, row, a->kind, a->eps);
-    double c1 = 0, c2 = 0;
+    double c1 = 0, c2 = 0; /* the means of gw (LayerNorm) and of gw xhat, where gw = g weight */
     for (int64_t i = 0; i < n; ++i) {
         const double gw = ref_at(&a->grad_out, row, i) * weight_at(a->weight, a->weight_offset, i);
         c1 += gw;

@@ -13,8 +13,8 @@ static inline int64_t num_rows(const gk_tensor *t) {
     return rows;
 }
 
-/* Offset of a row. last 1: of the first of its N elements; last 0: of its only element, in a
- * tensor [...] with one element for each row. */
+/* Offset of a row's first element. last is 1 for a tensor [..., N], whose rows have N elements, and
+ * 0 for a tensor [...], which has one element for each row. */
 static inline int64_t ref_row_offset(const gk_tensor *t, int64_t row, int last) {
     return gk_offset_of(t, t->ndim - last, row);
 }

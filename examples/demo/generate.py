@@ -223,7 +223,7 @@ def generate(
 
 def for_inference(model: GPT, dtype: torch.dtype) -> GPT:
     """A copy of the model with weights in the dtype. The rotary tables stay float32."""
-    twin = copy.deepcopy(model)
-    for parameter in twin.parameters():
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
         parameter.data = parameter.data.to(dtype)
-    return twin
+    return copied

@@ -388,20 +388,20 @@ def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> N
             for i, p in enumerate(PROMPTS[:count])
         ]
 
-    twin, built_ins = for_inference(model, our_dtype), {}
+    copied, built_ins = for_inference(model, our_dtype), {}
     paged = PagedRunner(model.config, places, our_dtype, device)
     for name, (dtype, backend) in BUILT_INS[device.type].items():
-        same = twin if dtype == our_dtype else for_inference(model, dtype)
+        same = copied if dtype == our_dtype else for_inference(model, dtype)
         built_ins[name] = same, PaddedRunner(model.config, places, dtype, device, backend)
 
     def probe(model: GPT, runner: PaddedRunner) -> Callable[[], object]:
         return lambda: generate(model, runner, requests(4, 12), places, temperature=0.7)
 
     # a warmup, which starts thread pools and loads code
-    generate(twin, paged, requests(2), places, temperature=0.7)
+    generate(copied, paged, requests(2), places, temperature=0.7)
     best, times = fastest({name: probe(*side) for name, side in built_ins.items()}, model)
     ours, theirs = requests(), requests()
-    a = generate(twin, paged, ours, places, temperature=0.7)
+    a = generate(copied, paged, ours, places, temperature=0.7)
     follow = [bytes(request.text) for request in ours]
     b = generate(*built_ins[best], theirs, places, temperature=0.7, follow=follow)
     print(
@@ -429,7 +429,7 @@ def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int) -> dic
     Returns the bits per byte of every step, by side."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
     optimizers = {
-        name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()
+        name: Optimizer(copied, ops, dtype) for name, (copied, ops, _, dtype) in sides.items()
     }
     gradient_ms: dict[str, list[float]] = {name: [] for name in sides}
     step_ms: dict[str, list[float]] = {name: [] for name in sides}
@@ -440,8 +440,8 @@ def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int) -> dic
         order = list(sides) if i % 2 else list(reversed(sides))
         for name in order:
             start = time.perf_counter()
-            twin, _, loss_fn, dtype = sides[name]
-            loss = gradient_step(loss_fn, tokens, targets, device_of(twin), dtype)
+            copied, _, loss_fn, dtype = sides[name]
+            loss = gradient_step(loss_fn, tokens, targets, device_of(copied), dtype)
             losses[name].append(loss.item() / math.log(2))
             gradient_ms[name].append(1e3 * (time.perf_counter() - start))
             optimizers[name].step(share=0.5)
@@ -617,12 +617,12 @@ def sides_of_comparison(
         if name == ops.name == "gpukern":
             sides[name] = model, ops, loss_fn, our_dtype  # its graph is compiled already
             continue
-        twin = copy.deepcopy(model)
-        twin_ops = TorchOps(backend) if name == "torch" else OPS[name]()
-        twin_dtype = dtype if name == "torch" else our_dtype
-        twin_loss = compiled_loss(twin, twin_ops)
-        sides[name] = twin, twin_ops, twin_loss, twin_dtype
-        compile_now(twin, twin_loss, corpus, twin_dtype, twin_ops.name, compile_seconds)
+        copied = copy.deepcopy(model)
+        copied_ops = TorchOps(backend) if name == "torch" else OPS[name]()
+        copied_dtype = dtype if name == "torch" else our_dtype
+        copied_loss = compiled_loss(copied, copied_ops)
+        sides[name] = copied, copied_ops, copied_loss, copied_dtype
+        compile_now(copied, copied_loss, corpus, copied_dtype, copied_ops.name, compile_seconds)
     return sides
 
 

@@ -72,9 +72,9 @@ struct Gpu {
 
 static int mod(int a, int n) { return ((a % n) + n) % n; }
 
-/* A step of r reads what r - 1 wrote in its step before, and no GPU writes what another still
- * reads: in a step GPU r writes a chunk that r + 1 reads in the next step only, and that r - 1 does
- * not touch again before r has read it. */
+/* In each step GPU r reads the chunk that GPU r - 1 wrote in the step before, so it waits for that
+ * step's event. No GPU overwrites a chunk that another one still reads: the chunk that GPU r writes in
+ * a step is read by GPU r + 1 in the next step, and GPU r writes other chunks until then. */
 static void all_reduce(std::vector<Gpu> &gpus, size_t n) {
     const int ranks = (int)gpus.size();
     const size_t chunk = n / ranks;
@@ -119,8 +119,8 @@ static void nccl_begin(int ranks) {
     nccl_ok(ncclCommInitAll(comms.data(), ranks, NULL)); /* one process: GPUs 0 to ranks - 1 */
 }
 
-/* One process makes the calls of all ranks, so they must be in a group: each waits for the others.
- */
+/* One process makes the calls of all ranks. Outside of a group the first call would wait for the
+ * others for ever. */
 static void nccl_all_reduce(std::vector<Gpu> &gpus, size_t n) {
     nccl_ok(ncclGroupStart());
     for (size_t r = 0; r < gpus.size(); ++r)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains the demo's model on many ranks in the form that the flags choose, and prints what it
-costs.
+"""Trains the demo's model on many ranks. Flags choose the kind of parallelism.
 
     torchrun --nproc-per-node 2 examples/distributed/train.py                                  data parallel (DDP)
     torchrun --nproc-per-node 2 examples/distributed/train.py --zero 3                         FSDP2; 1 and 2 likewise
@@ -76,7 +75,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--mode",
         choices=("auto", "all_gather", "ring", "ulysses"),
         default="auto",
-        help="of --context",
+        help="how --context exchanges keys",
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of --pipeline")
     parser.add_argument("--microbatches", type=int, default=4, help="of --pipeline")
@@ -84,9 +83,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--experts",
         type=int,
         default=0,
-        help="of each block's MLP, shared out over data and context",
+        help="experts of each block's MLP, divided over the data and context ranks",
     )
-    parser.add_argument("--top-k", type=int, default=2, help="experts that a token meets")
+    parser.add_argument("--top-k", type=int, default=2, help="experts of a token")
     parser.add_argument(
         "--accumulate",
         type=int,
@@ -171,7 +170,8 @@ class Trainer:
         torch.manual_seed(0)
         with device:
             whole = GPT(config)
-        with torch.no_grad():  # replaces the demo's zeros, whose parts could not be distinguished
+        # The demo's model starts with zeros, in which a wrong shard would not show.
+        with torch.no_grad():
             for p in (whole.head, *(x for b in whole.blocks for x in (b.attn_out, b.mlp_out))):
                 p.normal_(std=0.02)
         self.schedule, stages = None, form.size("pipeline")
@@ -189,18 +189,16 @@ class Trainer:
         from torch.distributed import pipelining
 
         name, rank, form = self.options.schedule, self.form.rank("pipeline"), self.form
-        many = name in ("interleaved", "zbv")
+        many = name in ("interleaved", "zbv")  # two stages on each rank
         stages = 2 * ranks if many else ranks
-        mine = (
-            [rank]
-            if not many
-            else [rank, rank + ranks]
-            if name == "interleaved"
-            else [rank, stages - 1 - rank]
-        )
+        mine = [rank]
+        if name == "interleaved":
+            mine.append(rank + ranks)
+        elif name == "zbv":
+            mine.append(stages - 1 - rank)
         self.stages = [Stage(whole, form, i, stages).to(self.device) for i in mine]
         group = form.group("pipeline")
-        held = [
+        pipeline_stages = [
             pipelining.PipelineStage(s, i, stages, self.device, group=group)
             for s, i in zip(self.stages, mine, strict=True)
         ]
@@ -210,7 +208,11 @@ class Trainer:
             if stage.last:
                 loss_fn = stage.loss
         kind = getattr(pipelining, SCHEDULES[name])
-        self.schedule = kind(held if many else held[0], self.options.microbatches, loss_fn=loss_fn)
+        self.schedule = kind(
+            pipeline_stages if many else pipeline_stages[0],
+            self.options.microbatches,
+            loss_fn=loss_fn,
+        )
 
     @staticmethod
     def _no_loss(x: Tensor, targets: Tensor) -> Tensor:
@@ -311,7 +313,7 @@ def form_of(options: argparse.Namespace, device: torch.device) -> Form:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % others:
         raise SystemExit(
-            f"{ranks} ranks cannot be shared out over {others} of tensor, context and pipeline"
+            f"{ranks} ranks are no multiple of tensor x context x pipeline, which is {others}"
         )
     if options.batch % (ranks // others * options.accumulate):
         raise SystemExit(

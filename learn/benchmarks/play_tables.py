@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tables of learn/play.html: the shades of the banks and the examples with their results.
+"""Writes the tables of learn/play.html into the page: the shades of the banks, and the examples with
+their results.
 
-python learn/benchmarks/play_tables.py
+    python learn/benchmarks/play_tables.py
 
-It writes them into the page. learn/tests/test_play.py holds the page to them.
+learn/tests/test_play.py checks that the page has these tables.
 """
 
 import json
@@ -16,7 +17,7 @@ from torch_gpukern.layout.pictures import _shade
 PAGE = Path(__file__).resolve().parents[1] / "play.html"
 TABLES = re.compile(r'(<script id="tables" type="application/json">\n).*?(\n</script>)', re.DOTALL)
 
-# name, layout, swizzle, bytes an element, bytes an access, walk (0: lanes along mode 0)
+# name, layout, swizzle, bytes of an element, bytes of an access, mode along which lanes are numbered
 EXAMPLES = (
     ("rows of 64 halves, no swizzle: a column of 16 bytes is 8-way", "(8,64):(64,1)", "", 2, 16, 0),
     ("rows of 64 halves by <3,3,3>: free", "(8,64):(64,1)", "3,3,3", 2, 16, 0),
@@ -44,7 +45,7 @@ def tables() -> dict:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with new tables."""
     rows = ",\n".join(json.dumps(row) for row in tables()["examples"])
     text = f'{{"shades": {json.dumps(tables()["shades"])},\n"examples": [\n{rows}\n]}}'
     return TABLES.sub(lambda m: m[1] + text.replace("<", "\\u003c") + m[2], page)

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// inline_ptx: 16 tanh an element. The hardware has an instruction for it that C has no name for.
+// inline_ptx: 16 tanh for each element. The hardware has an instruction for tanh that C has no name for.
 //
-//   tanhf           the C library's, to 1e-7: a branch, an exponential, a division, polynomials
-//   asm             tanh.approx.f32, to 2^-11, written where it is used. "=f" is the result's
-//                   register, "f" the operand's.
-//   asm volatile    The same, but the compiler may not drop it, merge it or move it past another
-//                   volatile asm. That is right for asm that touches memory or barriers, and a
-//                   needless restriction for arithmetic.
+//   tanhf           the C library's, with an error of 1e-7: a branch, an exponential, a division,
+//                   polynomials
+//   asm             tanh.approx.f32, with an error of 2^-11, written where it is used. "=f" is the
+//                   result's register, "f" the operand's.
+//   asm volatile    the same, but the compiler may not remove it, merge it or move it past another
+//                   volatile asm. Assembly that accesses memory or barriers needs that. For
+//                   arithmetic it is a needless restriction.
 //   ptx/regs.cuh    the library's form: a wrapper named after the instruction, so that kernels
 //                   contain no assembly
 //

@@ -30,7 +30,7 @@ int main(void) {
         args.b = (gk_tensor){.data = b, .ndim = 2, .shape = {9, n}, .stride = {n, 1}};
         args.out = (gk_tensor){.data = out, .ndim = 2, .shape = {1, n}, .stride = {n, 1}};
         if (gk_explain_gemm(&ctx, &args, &e) != GK_OK) return puts(gk_last_error()), 1;
-        puts(e.row);
+        puts(e.instance);
     }
 }
 """

@@ -166,10 +166,10 @@ class PoweredDevice(FakeDevice):
         return self.seen, 700.0
 
 
-def twins(**changed):
+def contestants(**changed):
     """The same kernel entered twice, between one that draws much power and one that draws
     little."""
-    calls = {"gpukern": (3e5, 1500), "heavy": (6e5, 1400), "cool": (9e5, 1900), "twin": (3e5, 1500)}
+    calls = {"gpukern": (3e5, 1500), "heavy": (6e5, 1400), "cool": (9e5, 1900), "same": (3e5, 1500)}
     return {name: lambda x, does=does: does for name, does in (calls | changed).items()}
 
 
@@ -178,16 +178,16 @@ def test_the_same_kernel_twice_is_level_in_a_model(bench):
     ours always follows the heavy one, they do not."""
     rounds = bench("rounds")
     device = PoweredDevice()
-    calls = {name: lambda fn=fn: fn(None) for name, fn in twins().items()}
+    calls = {name: lambda fn=fn: fn(None) for name, fn in contestants().items()}
 
     def level(blocks):
         return statistics.median(
-            b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True)
+            b.us / a.us for a, b in zip(blocks["gpukern"], blocks["same"], strict=True)
         )
 
     assert level(rounds.interleave(device, calls, rounds.FULL)) == pytest.approx(1, abs=0.01)
     cyclic = {name: [] for name in calls}
-    order = ["heavy", "gpukern", "cool", "twin"]
+    order = ["heavy", "gpukern", "cool", "same"]
     for _ in range(31):
         for name in order:
             cyclic[name].append(rounds.Block(device.time_block(calls[name], 1), *device.state()))
@@ -199,11 +199,11 @@ def test_a_ratio_in_clocks_stands_beside_the_one_in_time(bench):
     """A peer that draws less power runs at a higher clock. It is faster in time, but not in
     clocks."""
     harness = bench("harness")
-    calls = twins(twin=(3e5, 1800))
+    calls = contestants(same=(3e5, 1800))
     case = fake_case(harness, ours=calls.pop("gpukern"), peers=calls)
     row = harness.measure(case, PoweredDevice(), {"bf16": 1.0, "read": 1.0}, harness.FULL)
-    assert row.best_peer == "twin" and row.ratio < 0.95 and row.ratio_clocks == pytest.approx(1)
-    assert row.clock_mhz + 100 < row.peers["twin"][
+    assert row.best_peer == "same" and row.ratio < 0.95 and row.ratio_clocks == pytest.approx(1)
+    assert row.clock_mhz + 100 < row.peers["same"][
         "clock_mhz"
     ] and "(1.00 in clocks)" in harness.format_row(row)
 
@@ -214,16 +214,16 @@ def test_the_same_kernel_twice_is_level(bench):
     does not. A wrong order favours one side each time; other work on the device does not."""
     harness = bench("harness")
     x, y = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
-    peers = {"twin": lambda _: x @ x, "heavy": lambda _: y @ y, "cool": lambda _: y.clone()}
-    contestants = {"gpukern": lambda _: x @ x, **peers}
-    calls = {name: lambda fn=fn: fn(None) for name, fn in contestants.items()}
+    peers = {"same": lambda _: x @ x, "heavy": lambda _: y @ y, "cool": lambda _: y.clone()}
+    kernels = {"gpukern": lambda _: x @ x, **peers}
+    calls = {name: lambda fn=fn: fn(None) for name, fn in kernels.items()}
     rounds, device = sys.modules["rounds"], bench("devices").Cuda()
 
     def ratio():
         blocks = rounds.interleave(device, calls, harness.Effort(20_000, 31, 31, 9.0))
         assert all(block.clock_mhz > 0 for block in blocks["gpukern"])
         return statistics.median(
-            b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True)
+            b.us / a.us for a, b in zip(blocks["gpukern"], blocks["same"], strict=True)
         )
 
     tries = (ratio() for _ in range(3))

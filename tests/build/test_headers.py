@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every header of csrc and ops compiles alone, no header includes itself through others, and an
-#include stands at the top of its file. No build is needed: the compiler checks the syntax alone."""
+"""Every header of csrc and ops compiles alone, no header includes itself through others, and every
+#include is at the top of its file. No build is needed: the compiler only checks the syntax."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-# headers of C, those that C++ reads too, and what nvcc alone reads
+# of headers; only nvcc reads a .cuh
 SUFFIXES = ("*.h", "*.cuh")
 X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -38,7 +38,7 @@ def headers(folder, suffix="*.h"):
 
 @functools.cache
 def planned_in_c():
-    """The headers that C files of csrc/cuda include, through each other too."""
+    """The headers that C files of csrc/cuda include, directly or through other headers."""
     found, left = set(), headers("csrc/cuda", "*.c")
     while left:
         there = {path for _, path in includes(left.pop())} - found
@@ -59,7 +59,7 @@ def variants(header):
         return [("cc", ("-std=gnu11", *ISAS["amx_emulated"]))] if X86 else []
     if name.startswith("csrc/include/"):  # users' programs: both languages, no warning
         return [("cc", ("-std=c11", "-pedantic")), ("c++", ("-std=c++17",))]
-    if name.startswith("csrc/epilogue/"):  # with an epilogue of a user's, which is C++
+    if name.startswith("csrc/epilogue/"):  # with a user's epilogue, which is C++
         own = ROOT / "examples" / "epilogue" / "squared_relu.h"
         flags = (f"-I{CSRC / 'epilogue'}", "-DGPUKERN_EPILOGUE=squared_relu")
         return [("c++", ("-std=c++17", *flags, f'-DGPUKERN_EPILOGUE_HEADER="{own}"'))]
@@ -101,28 +101,28 @@ def includes(path):
                 break
 
 
-def test_no_header_is_in_a_circle():
+def test_no_header_includes_itself_through_others():
     @functools.cache
     def below(path):
         return tuple(there for _, there in includes(path))
 
-    def walk(path, way):
+    def visit(path, way):
         assert path not in way, " includes ".join(str(p) for p in (*way, path))
         if path not in done:
             for there in below(path):
-                walk(there, (*way, path))
+                visit(there, (*way, path))
             done.add(path)
 
     done = set()
     for folder in ("csrc", "ops"):
         for suffix in SUFFIXES:
             for header in headers(folder, suffix):
-                walk(header, ())
+                visit(header, ())
 
 
 def late_includes(text):
-    """Lines of an #include behind code. A table of X-macros (.def) is included where it is used."""
-    # a comment has no code, and a macro is no code: it may stand before what reads it
+    """Numbers of the lines with an #include behind code. A table of X-macros (.def) is exempt: it is
+    included where it is used. Comments and macros do not count as code."""
     text = re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S)
     text = re.sub(r"\\\n", "  ", text)
     code = False
@@ -132,7 +132,7 @@ def late_includes(text):
         code = code or bool(line.strip() and not line.lstrip().startswith("#"))
 
 
-def test_includes_stand_at_the_top():
+def test_includes_are_at_the_top():
     assert list(late_includes('int f(void);\n#include "x.h"\n')) == [2]
     assert not list(
         late_includes('#define A \\\n 1\n/* head\n*/\n#include "x.h"\nA\n#include "o.def"')

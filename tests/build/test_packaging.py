@@ -105,11 +105,15 @@ def copy_of_tree(path):
 
 @pytest.fixture(scope="module")
 def built():
-    """The build folder, up to date with the sources."""
+    """The build folder, up to date with the sources. pip leaves the Python of its environment in the
+    folder's cache, and that environment goes with the test, so the cache is set again at the end."""
+    configure = ("cmake", "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}")
     with build_alone():
-        must("cmake", "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}")
+        must(*configure)
         must("cmake", "--build", BUILD, "-j", "2")
-    return BUILD
+    yield BUILD
+    with build_alone():
+        must(*configure)
 
 
 def pip_wheel(*what, **options):

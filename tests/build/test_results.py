@@ -224,7 +224,10 @@ def test_every_row_states_error_and_roofline(results):
                 ):
                     group = [r for r in bench["rows"] if r["group"] == row["group"]]
                     assert "NVIDIA" in result["device"] and (
-                        group[0]["error"] is not None or row["group"] == "write"
+                        group[0]["error"] is not None
+                        or row["group"] == "write"
+                        # every contestant draws a mask of its own
+                        or row["group"].startswith("dropout")
                     )
                     continue
                 assert row["error"] < 0.1, row

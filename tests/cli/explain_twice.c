@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* explain_twice: asks two libraries what random products would run on described GPUs. One is linked
- * in; the functions of the other are arguments. tests/cli/test_explained.py links it with the parts
- * of csrc that explain a call in a build without nvcc, and hands in a library that nvcc built. */
+/* explain_twice: asks two libraries which kernels random products would run on described GPUs, and
+ * compares the answers. One library is linked in, the functions of the other are arguments.
+ * tests/cli/test_explained.py links the parts of csrc that explain a call in a build without nvcc,
+ * and passes the functions of a library that nvcc built. */
 #include "gpukern.h"
 
 #include <stdbool.h>
@@ -31,8 +32,8 @@ static int64_t size(void) {
 
 static _Alignas(256) char memory[4096];
 
-/* A tensor [batch.., rows, cols], as a rule with dense rows or columns and aligned. Nothing reads
- * it. */
+/* A tensor [batch.., rows, cols]. Most have dense rows or columns and an aligned address. No
+ * element is read. */
 static gk_tensor tensor(gk_dtype dtype, int num_batch, const int64_t *batch, int64_t rows,
                         int64_t cols, bool is_result) {
     const int64_t bytes = dtype == GK_F64 ? 8 : dtype == GK_F32 ? 4 : 2;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern roofline, on the saved rows."""
+"""``gpukern roofline`` on the stored results and on counters."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def row(**changes):
     } | changes
 
 
-def test_where_a_row_stands():
+def test_intensity_and_bound_of_a_row():
     assert point_of("gemm", row(), PEAKS).intensity == pytest.approx(100)  # 2 N^3 over 6 N^2 bytes
     # 80 % of the roofline at 20 % of the peak: 8 of 10 GB/s, so 25 FLOPs a byte, whatever the label
     low = point_of("model", row(rate=200.0, roofline_percent=80.0, label="eager"), PEAKS)
@@ -39,7 +39,8 @@ def test_where_a_row_stands():
 
 
 def test_short_calls_are_bound_by_latency():
-    """Whose ceilings allow less time than a kernel takes at all: whatever their intensity."""
+    """A call is short if its ceilings allow less time than a kernel that does nothing takes. Its
+    intensity does not matter."""
     # at half of its roofline: 1.95 us
     assert point_of("gemm", row(us=3.9), PEAKS, 2.0).bound == "latency"
     assert point_of("gemm", row(us=4.1), PEAKS, 2.0).bound == "compute"
@@ -56,7 +57,8 @@ def test_short_calls_are_bound_by_latency():
 
 
 def test_intensity_by_counters(capsys):
-    """The ladder's rungs, of which the library's own asks memory for the least."""
+    """The rungs of learn/ladder. The last one, the library's own gemm, reads the fewest bytes from
+    memory."""
     table = str(RESULTS.parent.parent / "learn" / "counters.csv")
     assert (
         cli.main(["roofline", "--counters", table, "--flops", str(2 * 4096**3), "--what", "rung"])
@@ -73,9 +75,9 @@ def test_intensity_by_counters(capsys):
     assert float(tuned[1]) > 500 and tuned[3] == "compute" and float(tuned[0]) < float(tuned[1])
 
 
-def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
-    """Each rung over what L2 and memory moved, under the nominal ceilings; the tensor pipe's share
-    is the rate's."""
+def test_counted_intensities_are_under_the_roofline(tmp_path, capsys):
+    """Each rung gives two points, by the bytes of L2 and of memory, under the nominal ceilings. The
+    percent of the fastest rung agrees with the counter of the tensor cores."""
     pytest.importorskip("matplotlib")
     table, png, page = (
         RESULTS.parent.parent / "learn" / "counters.csv",
@@ -101,9 +103,9 @@ def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
     )
 
 
-def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys):
-    """Ceilings that allow less than a kernel's own 2 us: latency. Kernels that were not counted,
-    or have no ceilings, are left out."""
+def test_counters_of_short_kernels_of_uncounted_kernels_and_of_two_devices(tmp_path, capsys):
+    """If the ceilings allow less than 2 us, the bound is latency. Kernels that were not counted and
+    devices without nominal rates are left out."""
     head = "device,what,sm__cycles_elapsed.max,lts__t_sectors_srcunit_tex.sum,dram__bytes_read.sum"
     rows = [
         "NVIDIA H100 80GB HBM3,small,9000,1000,32000",
@@ -157,7 +159,7 @@ def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
         bench["rows"]
         for name, bench in saved.items()
         if name in ("gemm", "flash_attn", "paged_attn")
-    ]  # whose work it counts
+    ]  # the benchmarks whose FLOPs and bytes are known
     assert len(points) > 0.6 * sum(map(len, saved)) and not over
     png, page = tmp_path / "r.png", tmp_path / "r.html"
     assert (

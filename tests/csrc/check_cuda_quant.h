@@ -250,21 +250,28 @@ static void grouped_draw(gk_dtype dtype, bool large) {
         .size = sizeof q.args.grouped, .a = q.a.t, .b = q.b.t, .offs = q.offs.t, .out = q.out.t};
     q.args.grouped.scale_a = eight ? &q.sa.t : NULL;
     q.args.grouped.scale_b = eight ? &q.sb.t : NULL;
+    if (eight && dtype != GK_I8 && !blocks && check_below(2)) q.args.grouped.accumulate = GK_FAST;
     q.args.grouped.bias = check_below(2) ? &q.bias.t : NULL;
     q.args.grouped.activation = check_below(2) ? GK_ACT_NONE : (gk_activation)check_below(5);
     may_have_workspace = true;
-    say("%s%s activation %d strides a %lld,%lld b %lld,%lld",
+    say("%s%s fast %d activation %d strides a %lld,%lld b %lld,%lld",
         by_k ? "groups of k" : "groups of rows", blocks ? ", blocks" : "",
-        q.args.grouped.activation, (long long)q.a.t.stride[0], (long long)q.a.t.stride[1],
-        (long long)q.b.t.stride[q.b.t.ndim - 2], (long long)q.b.t.stride[q.b.t.ndim - 1]);
+        q.args.grouped.accumulate == GK_FAST, q.args.grouped.activation, (long long)q.a.t.stride[0],
+        (long long)q.a.t.stride[1], (long long)q.b.t.stride[q.b.t.ndim - 2],
+        (long long)q.b.t.stride[q.b.t.ndim - 1]);
     TO_DEVICE(q.args.grouped);
 }
 
 static void grouped_expect(void) {
-    const bool by_k = q.b.t.ndim == 2;
+    const bool by_k = q.b.t.ndim == 2, int8 = q.a.t.dtype == GK_I8;
     const int64_t all = by_k ? q.k : q.m, groups = q.offs.t.shape[0];
-    fill_operand(&q.a);
-    fill_operand(&q.b);
+    if (int8 && q.out.t.dtype != GK_F16 && check_below(2)) { /* sums of more than 24 bits */
+        fill_whole(&q.a, 127);
+        fill_whole(&q.b, 127);
+    } else {
+        fill_operand(&q.a);
+        fill_operand(&q.b);
+    }
     fill_powers(&q.sa);
     fill_powers(&q.sb);
     check_fill_normal(&q.bias, 1);
@@ -287,10 +294,9 @@ static void grouped_expect(void) {
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
     gk_ref_grouped_gemm(&ref_ctx, &ref);
-    if (q.a.t.dtype == GK_I8) return;
     for (int64_t i = end; i < all; ++i) /* nothing behind the last end may have an effect */
         for (int64_t j = 0; j < (by_k ? q.m : q.k); ++j)
-            check_set(&q.a.t, by_k ? j * q.k + i : i * q.k + j, NAN);
+            check_set(&q.a.t, by_k ? j * q.k + i : i * q.k + j, int8 ? 127 : NAN);
 }
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* check_cuda_rows.h: check_cuda's random problems for operations along the last dimension.
  *
- * For each op, the size of its terms and the loss that check_cuda.c allows beside them, with
- * s = u (64 + 4 sqrt N) and N the number of terms of a sum:
+ * For each op, `size` and `loss` of check.h: an element may have the error size times loss, beside
+ * the rounding of the result. u is the rounding of the accumulator, N the number of terms of a sum,
+ * and s = u (64 + 4 sqrt N):
  *
  *   norm_fwd       size (|xhat| + 1) |w| + |b|; loss s. The sum is exact.
  *   norm_bwd       dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|
@@ -43,7 +44,8 @@ static struct {
     int ndim;
 } r;
 
-/* Rows of every length that an instance is for, whole vectors and others. */
+/* Draws the shape of rows. Their lengths cover every kernel instance, and are multiples of a vector
+ * or not. */
 static void rows_shape(gk_dtype dtype, bool large, bool even) {
     static const int64_t usual[] = {1,   7,   8,    16,   64,   100,  128, 256,
                                     257, 512, 1000, 1024, 2048, 2056, 4096};
@@ -60,7 +62,7 @@ static void rows_shape(gk_dtype dtype, bool large, bool even) {
     r.shape[2] = r.n;
 }
 
-/* A tensor of rows, its leading dimensions in any order. */
+/* A tensor of rows. Its leading dimensions are stored in any order. */
 static check_tensor rows_tensor(gk_dtype dtype, int64_t n) {
     static const int swapped[3] = {1, 0, 2};
     int64_t shape[3] = {r.shape[0], r.shape[1], r.shape[2]};
@@ -115,7 +117,7 @@ static void norm_expect(void) {
     result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n)),
            *sum = a->residual ? expected(&r.out2, -1) : NULL;
     gk_norm_args ref = *a;
-    /* if it is rounded like the sum */
+    /* The reference rounds h = x + residual to x's dtype, as the op does. */
     check_tensor h = check_dense(r.x.t.dtype, r.ndim, r.x.t.shape);
     ref.out = out->exact.t;
     ref.sum = sum ? &h.t : NULL;

@@ -5,7 +5,7 @@
  *                       model of WGMMA, and conflict degrees with cases worked out by hand.
  *                       Exits with 1 on a failure.
  *  check_layout dump    reads lines "what name ..." and prints the position of each element, one
- *                       line each, for tests/layout/test_layout_twin.py. */
+ *                       line each, for tests/layout/test_layout_headers.py. */
 #include "cuda/layout/atoms.cuh"
 #include "cuda/layout/wgmma.cuh"
 

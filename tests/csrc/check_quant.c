@@ -178,8 +178,8 @@ static void check_weight(int64_t m, int64_t n, int64_t k) {
 }
 
 static void check_grouped(int64_t m, int64_t n, int64_t k) {
-    static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_E4M3, GK_E5M2};
-    for (int f = 0; f < 10; ++f) {
+    static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_E4M3, GK_E5M2, GK_I8};
+    for (int f = 0; f < 12; ++f) {
         const gk_dtype dtype = dtypes[f / 2];
         const bool by_rows = f % 2;
         const int64_t total = by_rows ? m : k, four = 4, shape_b[3] = {4, k, n},
@@ -340,6 +340,72 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
     }
 }
 
+/* The same for grouped_gemm, with groups of no rows, of few and of many, and weights stored either
+ * way. */
+static void check_int8_groups(int64_t m, int64_t n, int64_t k) {
+    static const int k_last[3] = {0, 2, 1};
+    int num;
+    const gk_cpu_instance *rows = gk_cpu_instances(GK_OP_GROUPED_GEMM, &num);
+    for (int form = 0; form < 8; ++form) {
+        const bool by_rows = form % 2 == 0, along_k = form == 4;
+        const int most = along_k ? 2 : 128;
+        const int64_t total = by_rows ? m : k, groups = 5, of_b[3] = {groups, k, n},
+                      of_out[3] = {groups, m, n}, biases[2] = {groups, n};
+        check_tensor a = whole(GK_I8, m, k, most), offs = check_dense(GK_I32, 1, &groups);
+        check_tensor b = by_rows ? check_tensor_make(GK_I8, 3, of_b, form % 4 ? k_last : NULL, 1, 3)
+                                 : whole(GK_I8, k, n, most);
+        for (int64_t i = 0; by_rows && i < gk_numel(&b.t); ++i)
+            check_set(&b.t, i, (double)(check_below(2 * most + 1) - most));
+        int64_t end = 0;
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t most_rows = g % 2 ? 5 : total - end + 1;
+            end = g == 2 ? end : gk_min_i64(total, end + check_below(most_rows));
+            check_set(&offs.t, g, (double)end);
+        }
+        check_tensor scale_a = powers(m, along_k ? gk_ceil_div(k, 128) : 1),
+                     scale_b = by_rows ? check_dense(GK_F32, 2, biases) : powers(1, n),
+                     bias = check_dense(GK_F32, 2, biases);
+        for (int64_t i = 0; i < gk_numel(&scale_b.t); ++i)
+            check_set(&scale_b.t, i, ldexp(1, (int)(i % 5) - 2));
+        for (int64_t i = 0; i < groups * n; ++i) check_set(&bias.t, i, (double)(i % 7) - 3);
+        if (by_rows) { /* [G, 1, N] */
+            scale_b.t.ndim = 3;
+            scale_b.t.shape[2] = n;
+            scale_b.t.stride[2] = 1;
+            scale_b.t.shape[1] = 1;
+        }
+        check_tensor expected = check_dense(GK_F32, by_rows ? 2 : 3, of_out + by_rows);
+        gk_grouped_gemm_args args = GK_GROUPED_GEMM_ARGS_INIT;
+        args.a = a.t;
+        args.b = b.t;
+        args.offs = offs.t;
+        args.scale_a = &scale_a.t;
+        args.scale_b = &scale_b.t;
+        args.bias = form > 4 ? &bias.t : NULL;
+        args.out = expected.t;
+        gk_context ctx = check_context("base", 1);
+        gk_ref_grouped_gemm(&ctx, &args);
+        for (int r = 0; r < num; ++r)
+            for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {
+                gk_plan plan;
+                memset(&plan, 0, sizeof plan);
+                isa = gk_isa_names[rows[r].isa];
+                ctx = check_context(isa, workers);
+                if (rows[r].dtype != GK_I8 || !gk_cpu_has(rows[r].isa)) continue;
+                check_tensor out = check_dense(GK_F32, by_rows ? 2 : 3, of_out + by_rows);
+                args.out = out.t;
+                if (!rows[r].kernel->plan(&ctx, &args, &plan)) continue;
+                describe(rows[r].name, m, n, k, form);
+                check_workspace w = check_workspace_make(plan.workspace_bytes);
+                rows[r].kernel->run(&ctx, &args, &plan, w.data);
+                check_workspace_end(&w);
+                check_result(check_same_bits(&out.t, &expected.t),
+                             "the bits are not those of ref/");
+            }
+        check_free(0);
+    }
+}
+
 int main(void) {
     static const int64_t int8_sizes[][3] = {{1, 1, 1},       {5, 70, 3},     {13, 33, 131},
                                             {30, 1100, 140}, {40, 40, 2100}, {270, 290, 70}};
@@ -358,7 +424,9 @@ int main(void) {
                 check_quantize(x[0], x[2]);
             }
         }
-    for (int s = 0; s < CHECK_COUNT(int8_sizes); ++s)
+    for (int s = 0; s < CHECK_COUNT(int8_sizes); ++s) {
         check_int8(int8_sizes[s][0], int8_sizes[s][1], int8_sizes[s][2]);
+        check_int8_groups(int8_sizes[s][0], int8_sizes[s][1], int8_sizes[s][2]);
+    }
     return check_end();
 }

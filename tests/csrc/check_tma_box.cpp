@@ -6,7 +6,7 @@
  *  check_tma_box         checks tile offsets of every Hopper kernel, fields of tensor maps, and
  *                        refusals. Exits with 1 on a failure.
  *  check_tma_box dump    reads lines "box NAME" and prints the layout, dimensions, swizzle and
- *                        bytes, for tests/layout/test_layout_twin.py */
+ *                        bytes, for tests/layout/test_layout_headers.py */
 #include "check_model.h"
 #include "cuda/attn/tiles.h"
 #include "cuda/product/gemm/tiles.h"

@@ -1835,7 +1835,7 @@ def test_scripts_of_ranks_say_why_they_refuse():
     summary = done.stderr.rpartition("Root Cause")[2]
     assert (
         done.returncode
-        and "ValueError: 1 ranks cannot be shared out over 3 of tensor, context and pipeline"
+        and "ValueError: 1 ranks are no multiple of tensor x context x pipeline, which is 3"
         in summary
     )
 
@@ -2077,7 +2077,7 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
         cut = mailboxes._Chunk.cut
 
         def __init__(self, *_):
-            self.size, self.free = mailboxes.chunk_bytes(2), 0
+            self.size, self.used = mailboxes.chunk_bytes(2), 0
             handle = SimpleNamespace(
                 get_buffer=lambda rank, shape, dtype, place: (rank, place, place + shape[0])
             )
@@ -2178,11 +2178,11 @@ def test_copies_between_gpus_bring_rows_to_their_place(size, monkeypatch):
     for length, layout in ((64, "zigzag"), (61, "zigzag"), (7, "contiguous"), (1, "contiguous")):
         cut = Cut(length, size, layout)
         xs = [randn(gen, length, 3, 4), randn(gen, length, 2, dtype=torch.bfloat16)]
-        for lent in (False, True):
+        for in_buffer in (False, True):
 
-            def gather(ranks, cut=cut, xs=xs, lent=lent):
+            def gather(ranks, cut=cut, xs=xs, in_buffer=in_buffer):
                 mine = [transport.tokens_of(x, cut, ranks.rank) for x in xs]
-                moving = transport.Gather(cut, ranks, *mine, lent=lent)
+                moving = transport.Gather(cut, ranks, *mine, in_buffer=in_buffer)
                 early = [x[: cut.length // 2].clone() for x in moving.wait(cut.length // 2)]
                 whole = [x.clone() for x in moving.wait()]
                 moving.done()
@@ -2191,7 +2191,7 @@ def test_copies_between_gpus_bring_rows_to_their_place(size, monkeypatch):
             for found in threads.run(gather):
                 assert not isinstance(found, BaseException), found
                 early, whole = found
-                assert all(map(torch.equal, whole, xs)), (length, layout, lent)
+                assert all(map(torch.equal, whole, xs)), (length, layout, in_buffer)
                 assert all(torch.equal(a, b[: length // 2]) for a, b in zip(early, xs))
 
 
@@ -2238,7 +2238,7 @@ def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
         Cut(64, 2, "zigzag"),
     )
     threads.view = lambda buffer, rank, shape, dtype, at=0: torch.zeros(shape, dtype=dtype)
-    moving = transport.Gather(cut, ranks, torch.zeros(32, 4), lent=True)
+    moving = transport.Gather(cut, ranks, torch.zeros(32, 4), in_buffer=True)
     moving.wait(16)
     assert threads.waited == 0
     moving.wait(17)

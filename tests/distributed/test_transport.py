@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transfers by copy engines, with stand-ins for streams, events and buffers: which event a wait
-takes, and that an op which raises releases its buffers. No GPU and no second rank is needed."""
+"""Transfers by copy engines, with stand-ins for streams, events and buffers. They need neither a GPU
+nor a second rank. Tested are the event that a wait takes, and that an op that raises releases its
+buffers."""
 
 import contextlib
 
@@ -38,7 +39,7 @@ class Pool:
 def test_waiting_for_ranks_waits_for_the_last_copy_of_each(steps, second, monkeypatch):
     """Ranks with a second run are copied a second time, behind the first runs of all ranks."""
     moving, pool = transport.Gather.__new__(transport.Gather), Pool()
-    moving._pool, moving._ranks, moving._posted, moving._came = pool, Ranks(), [], {}
+    moving._pool, moving._ranks, moving._posted, moving._last_copy = pool, Ranks(), [], {}
     moving._runs = [[(0, 0, 1)] * (2 if rank in second else 1) for rank in range(4)]
     moving.whole = [torch.empty(0)]
     copied = {}  # by rank: the number of its last copy

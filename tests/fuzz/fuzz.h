@@ -160,14 +160,14 @@ FZ_UNUSED static gk_tensor fz_slots(gk_dtype dtype, int64_t tokens, int64_t capa
 }
 
 /* A dense copy in float64. */
-FZ_UNUSED static gk_tensor fz_twin(const gk_tensor *t) {
+FZ_UNUSED static gk_tensor fz_wide(const gk_tensor *t) {
     gk_tensor x = fz_make(GK_F64, t->ndim, t->shape, FZ_CONTIGUOUS | FZ_RESULT);
     for (int64_t i = 0; i < gk_numel(t); ++i) fz_set(&x, i, fz_get(t, i));
     return x;
 }
 /* The same for a tensor that may be NULL. */
-FZ_UNUSED static const gk_tensor *fz_twin_of(const gk_tensor *t, gk_tensor *place) {
-    return t ? (*place = fz_twin(t), place) : NULL;
+FZ_UNUSED static const gk_tensor *fz_wide_of(const gk_tensor *t, gk_tensor *place) {
+    return t ? (*place = fz_wide(t), place) : NULL;
 }
 
 static void fz_remember(void) {
@@ -292,10 +292,10 @@ static gk_status fz_call(const char *op, const gk_context *ctx, const void *args
 }
 
 /* Requires the same status as the call in float64. Returns false if there is nothing to compare. */
-FZ_UNUSED static bool fz_agree(const char *op, gk_status got, gk_status twin, const char *text) {
+FZ_UNUSED static bool fz_agree(const char *op, gk_status got, gk_status wide, const char *text) {
     if (got == GK_ERR_WORKSPACE) return false;
-    FZ_REQUIRE(got == twin, "%s: %s (%s), in float64 %s", op, gk_status_name(got), text,
-               gk_status_name(twin));
+    FZ_REQUIRE(got == wide, "%s: %s (%s), in float64 %s", op, gk_status_name(got), text,
+               gk_status_name(wide));
     return got == GK_OK;
 }
 

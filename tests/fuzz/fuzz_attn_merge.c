@@ -25,22 +25,22 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.out = fz_make(dtype, nd, shape, FZ_RESULT | FZ_CONTIGUOUS);
     args.lse = fz_make(fz_stats(dtype), nd - 1, shape, FZ_RESULT | FZ_CONTIGUOUS);
     gk_context plain = GK_CONTEXT_INIT;
-    gk_attn_merge_args twin = args;
-    twin.out_a = fz_twin(&args.out_a);
-    twin.out_b = fz_twin(&args.out_b);
-    twin.out = fz_twin(&args.out);
-    twin.lse_a = fz_twin(&args.lse_a);
-    twin.lse_b = fz_twin(&args.lse_b);
-    twin.lse = fz_twin(&args.lse);
+    gk_attn_merge_args wide = args;
+    wide.out_a = fz_wide(&args.out_a);
+    wide.out_b = fz_wide(&args.out_b);
+    wide.out = fz_wide(&args.out);
+    wide.lse_a = fz_wide(&args.lse_a);
+    wide.lse_b = fz_wide(&args.lse_b);
+    wide.lse = fz_wide(&args.lse);
     gk_tensor *const all[] = {&args.out_a, &args.out_b, &args.lse_a,
                               &args.lse_b, &args.out,   &args.lse};
     const bool wrong = fz_corrupt(all, 6, 6);
     const gk_status status = fz_call("gk_attn_merge", &ctx, &args, NULL, call, NULL, NULL, wrong);
     if (!wrong &&
-        fz_agree("gk_attn_merge", status, gk_attn_merge(&plain, &twin), gk_last_error())) {
+        fz_agree("gk_attn_merge", status, gk_attn_merge(&plain, &wide), gk_last_error())) {
         const double bound = 32 * fz_unit(fz_stats(dtype));
-        fz_close("out", &args.out, &twin.out, bound);
-        fz_close("lse", &args.lse, &twin.lse, bound);
+        fz_close("out", &args.out, &wide.out, bound);
+        fz_close("lse", &args.lse, &wide.lse, bound);
     }
     fz_free();
     return 0;

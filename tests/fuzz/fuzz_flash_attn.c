@@ -37,11 +37,11 @@ static gk_tensor ends_make(int64_t batch, int64_t tokens, int64_t *longest) {
 }
 
 static void backward(const gk_context *ctx, const gk_flash_attn_args *f,
-                     const gk_flash_attn_args *twin_fwd, int nd, double loss) {
+                     const gk_flash_attn_args *wide_fwd, int nd, double loss) {
     const gk_dtype dtype = f->q.dtype, stats = fz_stats(dtype);
     const int64_t heads = f->q.shape[1];
     gk_flash_attn_bwd_args args = GK_FLASH_ATTN_BWD_ARGS_INIT;
-    gk_tensor grad_lse, dsinks, twin_grad_lse, twin_dsinks;
+    gk_tensor grad_lse, dsinks, wide_grad_lse, wide_dsinks;
     args.fwd = *f;
     args.grad_out = fz_make(dtype, nd, f->out.shape, FZ_INPUT | FZ_LAST_DENSE);
     if (fz_one_in(2)) {
@@ -56,14 +56,14 @@ static void backward(const gk_context *ctx, const gk_flash_attn_args *f,
         args.dsinks = &dsinks;
     }
     gk_context plain = GK_CONTEXT_INIT;
-    gk_flash_attn_bwd_args twin = args;
-    twin.fwd = *twin_fwd;
-    twin.grad_out = fz_twin(&args.grad_out);
-    twin.grad_lse = fz_twin_of(args.grad_lse, &twin_grad_lse);
-    twin.dq = fz_twin(&args.dq);
-    twin.dk = fz_twin(&args.dk);
-    twin.dv = fz_twin(&args.dv);
-    twin.dsinks = fz_twin_of(args.dsinks, &twin_dsinks);
+    gk_flash_attn_bwd_args wide = args;
+    wide.fwd = *wide_fwd;
+    wide.grad_out = fz_wide(&args.grad_out);
+    wide.grad_lse = fz_wide_of(args.grad_lse, &wide_grad_lse);
+    wide.dq = fz_wide(&args.dq);
+    wide.dk = fz_wide(&args.dk);
+    wide.dv = fz_wide(&args.dv);
+    wide.dsinks = fz_wide_of(args.dsinks, &wide_dsinks);
     gk_tensor *const all[] = {&args.grad_out,
                               &args.dq,
                               &args.dk,
@@ -75,17 +75,17 @@ static void backward(const gk_context *ctx, const gk_flash_attn_args *f,
     const gk_status status = fz_call("gk_flash_attn_bwd", ctx, &args, bwd_bytes, bwd,
                                      &args.workspace, &args.workspace_bytes, wrong);
     if (wrong ||
-        !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &twin), gk_last_error()))
+        !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &wide), gk_last_error()))
         return;
     /* |dP - delta| <= 2 Dv + 1, the P of a row sum to 1, and a key sees every row of its group */
     const double ds = 2 * (double)f->v.shape[nd - 1] + 1, scale = fabs(f->rules.scale);
     const double rows =
         (double)(f->q.shape[nd == 4 ? 2 : 0] * gk_max_i64(1, heads / gk_max_i64(1, f->k.shape[1])));
-    fz_close("dq", &args.dq, &twin.dq, 4 * loss * scale * ds);
-    fz_close("dk", &args.dk, &twin.dk, 4 * loss * scale * ds * rows);
-    fz_close("dv", &args.dv, &twin.dv, 4 * loss * rows);
+    fz_close("dq", &args.dq, &wide.dq, 4 * loss * scale * ds);
+    fz_close("dk", &args.dk, &wide.dk, 4 * loss * scale * ds * rows);
+    fz_close("dv", &args.dv, &wide.dv, 4 * loss * rows);
     if (args.dsinks)
-        fz_close("dsinks", &dsinks, &twin_dsinks, 4 * loss * ds * (double)gk_numel(&f->lse));
+        fz_close("dsinks", &dsinks, &wide_dsinks, 4 * loss * ds * (double)gk_numel(&f->lse));
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -147,15 +147,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             own.scores += fabs((double)args.rules.diagonal) + (kind & 8 ? 0x1p31 : 0);
     }
     gk_context plain = GK_CONTEXT_INIT;
-    gk_flash_attn_args twin = args;
-    gk_tensor twin_slopes, twin_sinks;
-    twin.q = fz_twin(&args.q);
-    twin.k = fz_twin(&args.k);
-    twin.v = fz_twin(&args.v);
-    twin.out = fz_twin(&args.out);
-    twin.lse = fz_twin(&args.lse);
-    twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
-    twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
+    gk_flash_attn_args wide = args;
+    gk_tensor wide_slopes, wide_sinks;
+    wide.q = fz_wide(&args.q);
+    wide.k = fz_wide(&args.k);
+    wide.v = fz_wide(&args.v);
+    wide.out = fz_wide(&args.out);
+    wide.lse = fz_wide(&args.lse);
+    wide.rules.alibi_slopes = fz_wide_of(args.rules.alibi_slopes, &wide_slopes);
+    wide.rules.sinks = fz_wide_of(args.rules.sinks, &wide_sinks);
     gk_flash_attn_args good = args;
     gk_tensor *const all[] = {&args.q,
                               &args.k,
@@ -177,18 +177,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (dropout > 12) {
         args.dropout_p = dropout == 13 ? 0.1 : dropout == 14 ? 0.5 : 1;
         args.dropout_seed = dropout < 15 ? &seed : NULL;
-        twin.dropout_p = good.dropout_p = args.dropout_p;
-        twin.dropout_seed = good.dropout_seed = args.dropout_seed;
+        wide.dropout_p = good.dropout_p = args.dropout_p;
+        wide.dropout_seed = good.dropout_seed = args.dropout_seed;
         kept = dropout < 15 ? 1 - args.dropout_p : 1;
     }
     const gk_status status = fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd,
                                      &args.workspace, &args.workspace_bytes, wrong);
     if (!wrong &&
-        fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &twin), gk_last_error())) {
+        fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &wide), gk_last_error())) {
         const double loss = fz_loss(dtype, 64 * (1 + own.scores)) / (kept * kept);
-        fz_close("out", &args.out, &twin.out, loss);
-        fz_close("lse", &args.lse, &twin.lse, fz_loss(stats, 64 * (1 + own.scores)));
-        if (fz_one_in(2)) backward(&ctx, &good, &twin, nd, loss);
+        fz_close("out", &args.out, &wide.out, loss);
+        fz_close("lse", &args.lse, &wide.lse, fz_loss(stats, 64 * (1 + own.scores)));
+        if (fz_one_in(2)) backward(&ctx, &good, &wide, nd, loss);
     }
     fz_free();
     return 0;

@@ -56,14 +56,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 
     /* make the float64 call before a field is corrupted */
     gk_context plain = GK_CONTEXT_INIT;
-    gk_gemm_args twin = args;
-    gk_tensor twin_bias, twin_c, twin_preact;
-    twin.a = fz_twin(&args.a);
-    twin.b = fz_twin(&args.b);
-    twin.out = fz_twin(&args.out);
-    twin.bias = fz_twin_of(args.bias, &twin_bias);
-    twin.c = fz_twin_of(args.c, &twin_c);
-    twin.preact = fz_twin_of(args.preact, &twin_preact);
+    gk_gemm_args wide = args;
+    gk_tensor wide_bias, wide_c, wide_preact;
+    wide.a = fz_wide(&args.a);
+    wide.b = fz_wide(&args.b);
+    wide.out = fz_wide(&args.out);
+    wide.bias = fz_wide_of(args.bias, &wide_bias);
+    wide.c = fz_wide_of(args.c, &wide_c);
+    wide.preact = fz_wide_of(args.preact, &wide_preact);
 
     gk_tensor *const all[] = {&args.a,
                               &args.b,
@@ -74,12 +74,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const bool wrong = fz_corrupt(all, 6, args.beta != 0 ? 6 : 5);
     const gk_status status = fz_call("gk_gemm", &ctx, &args, bytes_of, call, &args.workspace,
                                      &args.workspace_bytes, wrong);
-    if (!wrong && fz_agree("gk_gemm", status, gk_gemm(&plain, &twin), gk_last_error())) {
+    if (!wrong && fz_agree("gk_gemm", status, gk_gemm(&plain, &wide), gk_last_error())) {
         const double terms = fabs(args.alpha) * (double)k + fabs(args.beta) + 1;
         const double bound =
             terms * (16 + 2 * sqrt((double)k)) * fz_unit(dtype == GK_F64 ? GK_F64 : GK_F32);
-        fz_close("out", &args.out, &twin.out, 1.2 * bound);
-        if (args.preact) fz_close("preact", &preact, &twin_preact, bound);
+        fz_close("out", &args.out, &wide.out, 1.2 * bound);
+        if (args.preact) fz_close("preact", &preact, &wide_preact, bound);
     }
     fz_free();
     return 0;

@@ -20,16 +20,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.grad_in = fz_make(dtype, nd, shape, FZ_RESULT);
     args.activation = (gk_activation)fz_int(0, 4);
     gk_context plain = GK_CONTEXT_INIT;
-    gk_gemm_act_bwd_args twin = args;
-    twin.grad_out = fz_twin(&args.grad_out);
-    twin.saved = fz_twin(&args.saved);
-    twin.grad_in = fz_twin(&args.grad_in);
+    gk_gemm_act_bwd_args wide = args;
+    wide.grad_out = fz_wide(&args.grad_out);
+    wide.saved = fz_wide(&args.saved);
+    wide.grad_in = fz_wide(&args.grad_in);
     gk_tensor *const all[] = {&args.grad_out, &args.saved, &args.grad_in};
     const bool wrong = fz_corrupt(all, 3, 3);
     const gk_status status = fz_call("gk_gemm_act_bwd", &ctx, &args, NULL, call, NULL, NULL, wrong);
     if (!wrong &&
-        fz_agree("gk_gemm_act_bwd", status, gk_gemm_act_bwd(&plain, &twin), gk_last_error()))
-        fz_close("grad_in", &args.grad_in, &twin.grad_in,
+        fz_agree("gk_gemm_act_bwd", status, gk_gemm_act_bwd(&plain, &wide), gk_last_error()))
+        fz_close("grad_in", &args.grad_in, &wide.grad_in,
                  32 * fz_unit(dtype == GK_F64 ? GK_F64 : GK_F32));
     fz_free();
     return 0;

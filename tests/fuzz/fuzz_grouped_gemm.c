@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_grouped_gemm: gk_grouped_gemm against its definition. Rows and columns of no group hold NaN.
- */
+/* fuzz_grouped_gemm: gk_grouped_gemm against its definition. Rows and columns of no group hold NaN,
+ * or 127. */
 #include "quant.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {
@@ -13,8 +13,8 @@ static gk_status call(const gk_context *ctx, const void *args) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fz_begin(data, size);
     const gk_context ctx = fz_context();
-    static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_E4M3, GK_E5M2};
-    const gk_dtype dtype = dtypes[fz_int(0, 4)];
+    static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_E4M3, GK_E5M2, GK_I8};
+    const gk_dtype dtype = dtypes[fz_int(0, 5)];
     const bool codes = gk_is_code(dtype), by_rows = fz_one_in(2);
     const gk_dtype out = fz_one_in(3) ? GK_F32 : codes ? GK_BF16 : dtype;
     const int64_t m = fz_size(129), n = fz_size(129), k = fz_size(129), groups = fz_int(0, 5),
@@ -37,7 +37,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     for (int64_t i = end; !bad && by_rows && i < m; ++i)
         for (int64_t j = 0; j < k; ++j)
-            gk_store(args.a.data, dtype, i * args.a.stride[0] + j * args.a.stride[1], NAN);
+            gk_store(args.a.data, dtype, i * args.a.stride[0] + j * args.a.stride[1],
+                     dtype == GK_I8 ? 127 : NAN);
     /* rows in one place */
     if (args.a.stride[0] == 0 || args.a.stride[1] == 0) fz_whole(&args.a, 3);
     gk_tensor scale_a, scale_b, bias;

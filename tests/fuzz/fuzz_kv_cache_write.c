@@ -39,14 +39,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         for (int64_t i = 0; t && i < gk_numel(t); ++i) fz_set(t, i, 0.5 + fabs(fz_get(t, i)));
     }
     gk_context plain = GK_CONTEXT_INIT;
-    gk_kv_cache_write_args twin = args;
-    gk_tensor twin_k, twin_v;
-    twin.k = fz_twin(&args.k);
-    twin.v = fz_twin(&args.v);
-    twin.k_cache = fz_twin(&args.k_cache);
-    twin.v_cache = fz_twin(&args.v_cache);
-    twin.k_scale = fz_twin_of(args.k_scale, &twin_k);
-    twin.v_scale = fz_twin_of(args.v_scale, &twin_v);
+    gk_kv_cache_write_args wide = args;
+    gk_tensor wide_k, wide_v;
+    wide.k = fz_wide(&args.k);
+    wide.v = fz_wide(&args.v);
+    wide.k_cache = fz_wide(&args.k_cache);
+    wide.v_cache = fz_wide(&args.v_cache);
+    wide.k_scale = fz_wide_of(args.k_scale, &wide_k);
+    wide.v_scale = fz_wide_of(args.v_scale, &wide_v);
     gk_tensor *const all[] = {&args.k,
                               &args.v,
                               &args.k_cache,
@@ -58,10 +58,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const gk_status status =
         fz_call("gk_kv_cache_write", &ctx, &args, NULL, call, NULL, NULL, wrong);
     if (!wrong &&
-        fz_agree("gk_kv_cache_write", status, gk_kv_cache_write(&plain, &twin), gk_last_error())) {
+        fz_agree("gk_kv_cache_write", status, gk_kv_cache_write(&plain, &wide), gk_last_error())) {
         const double u = fz_unit(fz_stats(dtype));
-        fz_close("k_cache", &args.k_cache, &twin.k_cache, args.k_scale ? 4 * u : 0);
-        fz_close("v_cache", &args.v_cache, &twin.v_cache, args.v_scale ? 4 * u : 0);
+        fz_close("k_cache", &args.k_cache, &wide.k_cache, args.k_scale ? 4 * u : 0);
+        fz_close("v_cache", &args.v_cache, &wide.v_cache, args.v_scale ? 4 * u : 0);
     }
     fz_free();
     return 0;

@@ -49,7 +49,7 @@ static gk_tensor of_rows(int nd, const int64_t *shape, int flags) {
 
 static void fuzz_fwd(int nd, const int64_t *shape) {
     gk_tensor weight, weight2, dlogits, dlogits2;
-    gk_cross_entropy_more_args a = GK_CROSS_ENTROPY_MORE_ARGS_INIT, twin;
+    gk_cross_entropy_more_args a = GK_CROSS_ENTROPY_MORE_ARGS_INIT, wide;
     a.fwd = loss_args(nd, shape, &weight);
     a.fwd.size = sizeof a;
     a.z_loss = (double)fz_int(0, 2) / 8;
@@ -57,29 +57,29 @@ static void fuzz_fwd(int nd, const int64_t *shape) {
     a.fwd.lse = of_rows(nd, shape, FZ_RESULT | FZ_CONTIGUOUS);
     dlogits = fz_make(narrow(), nd, shape, FZ_RESULT | FZ_LAST_DENSE);
     if (fz_int(0, 1)) a.dlogits = &dlogits;
-    twin = a;
-    twin.fwd.logits = fz_twin(&a.fwd.logits);
-    twin.fwd.weight = fz_twin_of(a.fwd.weight, &weight2);
-    twin.fwd.loss = fz_twin(&a.fwd.loss);
-    twin.fwd.lse = fz_twin(&a.fwd.lse);
-    twin.dlogits = fz_twin_of(a.dlogits, &dlogits2);
+    wide = a;
+    wide.fwd.logits = fz_wide(&a.fwd.logits);
+    wide.fwd.weight = fz_wide_of(a.fwd.weight, &weight2);
+    wide.fwd.loss = fz_wide(&a.fwd.loss);
+    wide.fwd.lse = fz_wide(&a.fwd.lse);
+    wide.dlogits = fz_wide_of(a.dlogits, &dlogits2);
     gk_context plain = GK_CONTEXT_INIT;
     gk_tensor *const all[] = {&a.fwd.logits, &a.fwd.target, &a.fwd.loss, &a.fwd.lse, &dlogits};
     const bool wrong = fz_corrupt(all, a.dlogits ? 5 : 4, 4);
     const gk_status status =
         fz_call("gk_cross_entropy_fwd", &ctx, &a.fwd, NULL, call_fwd, NULL, NULL, wrong);
-    if (wrong || !fz_agree("gk_cross_entropy_fwd", status, gk_cross_entropy_fwd(&plain, &twin.fwd),
+    if (wrong || !fz_agree("gk_cross_entropy_fwd", status, gk_cross_entropy_fwd(&plain, &wide.fwd),
                            gk_last_error()))
         return;
-    fz_close("loss", &a.fwd.loss, &twin.fwd.loss, 512 * unit());
-    fz_close("lse", &a.fwd.lse, &twin.fwd.lse, 64 * unit());
+    fz_close("loss", &a.fwd.loss, &wide.fwd.loss, 512 * unit());
+    fz_close("lse", &a.fwd.lse, &wide.fwd.lse, 64 * unit());
     if (a.dlogits) fz_close("dlogits", &dlogits, &dlogits2, 256 * unit());
 }
 
 static void fuzz_bwd(int nd, const int64_t *shape) {
     gk_tensor weight, weight2;
-    gk_cross_entropy_bwd_more_args b = GK_CROSS_ENTROPY_BWD_MORE_ARGS_INIT, twin;
-    gk_cross_entropy_args *a = &b.bwd.fwd, *t = &twin.bwd.fwd;
+    gk_cross_entropy_bwd_more_args b = GK_CROSS_ENTROPY_BWD_MORE_ARGS_INIT, wide;
+    gk_cross_entropy_args *a = &b.bwd.fwd, *t = &wide.bwd.fwd;
     *a = loss_args(nd, shape, &weight);
     b.z_loss = (double)fz_int(0, 2) / 8;
     a->loss = of_rows(nd, shape, FZ_RESULT | FZ_CONTIGUOUS);
@@ -90,28 +90,28 @@ static void fuzz_bwd(int nd, const int64_t *shape) {
         b.first_class = fz_int(-1, 3);
         b.num_classes = shape[nd - 1] + fz_int(0, 3);
     }
-    twin = b;
-    t->logits = fz_twin(&a->logits);
-    t->weight = fz_twin_of(a->weight, &weight2);
+    wide = b;
+    t->logits = fz_wide(&a->logits);
+    t->weight = fz_wide_of(a->weight, &weight2);
     /* lse comes from the forward call, so that no exponential overflows */
     t->loss = fz_make(GK_F64, nd - 1, shape, FZ_RESULT | FZ_CONTIGUOUS);
-    t->lse = fz_twin(&a->lse);
+    t->lse = fz_wide(&a->lse);
     gk_context plain = GK_CONTEXT_INIT;
     if (gk_cross_entropy_fwd(&plain, t) != GK_OK) return;
     for (int64_t i = 0; i < gk_numel(&a->lse); ++i) {
         fz_set(&a->lse, i, fz_get(&t->lse, i));
         fz_set(&t->lse, i, fz_get(&a->lse, i));
     }
-    twin.bwd.grad_loss = fz_twin(&b.bwd.grad_loss);
-    twin.bwd.dlogits = fz_twin(&b.bwd.dlogits);
+    wide.bwd.grad_loss = fz_wide(&b.bwd.grad_loss);
+    wide.bwd.dlogits = fz_wide(&b.bwd.dlogits);
     gk_tensor *const more[] = {&a->logits, &a->target, &b.bwd.grad_loss, &b.bwd.dlogits};
     const bool wrong = fz_corrupt(more, 4, 4);
     const gk_status status =
         fz_call("gk_cross_entropy_bwd", &ctx, &b.bwd, NULL, call_bwd, NULL, NULL, wrong);
-    if (wrong || !fz_agree("gk_cross_entropy_bwd", status, gk_cross_entropy_bwd(&plain, &twin.bwd),
+    if (wrong || !fz_agree("gk_cross_entropy_bwd", status, gk_cross_entropy_bwd(&plain, &wide.bwd),
                            gk_last_error()))
         return;
-    fz_close("dlogits", &b.bwd.dlogits, &twin.bwd.dlogits, 256 * unit());
+    fz_close("dlogits", &b.bwd.dlogits, &wide.bwd.dlogits, 256 * unit());
 }
 
 static void fuzz_rope(void) {
@@ -125,7 +125,7 @@ static void fuzz_rope(void) {
         memcpy(q, q3, sizeof q3);
         memcpy(k, k3, sizeof k3);
     }
-    gk_rope_args a = GK_ROPE_ARGS_INIT, twin;
+    gk_rope_args a = GK_ROPE_ARGS_INIT, wide;
     a.q = fz_make(dtype, nd, q, FZ_INPUT | FZ_LAST_DENSE);
     a.out_q = fz_make(dtype, nd, q, FZ_RESULT | FZ_LAST_DENSE);
     gk_tensor keys = fz_make(dtype, nd, k, FZ_INPUT | FZ_LAST_DENSE),
@@ -144,20 +144,20 @@ static void fuzz_rope(void) {
         a.positions = &positions; /* otherwise 0 .. S - 1, which may exceed the table of angles */
     a.interleaved = (int32_t)fz_int(0, 1);
     a.inverse = (int32_t)fz_int(0, 1);
-    twin = a;
-    twin.q = fz_twin(&a.q);
-    twin.out_q = fz_twin(&a.out_q);
-    twin.cos = fz_twin(&a.cos);
-    twin.sin = fz_twin(&a.sin);
-    twin.k = fz_twin_of(a.k, &keys2);
-    twin.out_k = fz_twin_of(a.out_k, &out2);
+    wide = a;
+    wide.q = fz_wide(&a.q);
+    wide.out_q = fz_wide(&a.out_q);
+    wide.cos = fz_wide(&a.cos);
+    wide.sin = fz_wide(&a.sin);
+    wide.k = fz_wide_of(a.k, &keys2);
+    wide.out_k = fz_wide_of(a.out_k, &out2);
     gk_tensor *const all[] = {&a.q, &a.out_q, &a.cos, &a.sin};
     const bool wrong = fz_corrupt(all, 4, 4);
     const gk_status status = fz_call("gk_rope", &ctx, &a, NULL, call_rope, NULL, NULL, wrong);
     gk_context plain = GK_CONTEXT_INIT;
-    if (wrong || !fz_agree("gk_rope", status, gk_rope(&plain, &twin), gk_last_error())) return;
-    fz_close("out_q", &a.out_q, &twin.out_q, 8 * unit());
-    if (a.k) fz_close("out_k", a.out_k, twin.out_k, 8 * unit());
+    if (wrong || !fz_agree("gk_rope", status, gk_rope(&plain, &wide), gk_last_error())) return;
+    fz_close("out_q", &a.out_q, &wide.out_q, 8 * unit());
+    if (a.k) fz_close("out_k", a.out_k, wide.out_k, 8 * unit());
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {

@@ -94,17 +94,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
 
     gk_context plain = GK_CONTEXT_INIT;
-    gk_paged_attn_args twin = args;
-    gk_tensor twin_k, twin_v, twin_slopes, twin_sinks;
-    twin.q = fz_twin(&args.q);
-    twin.k_cache = fz_twin(&args.k_cache);
-    twin.v_cache = fz_twin(&args.v_cache);
-    twin.out = fz_twin(&args.out);
-    if (wants_lse) twin.lse = fz_twin(&args.lse);
-    twin.k_scale = fz_twin_of(args.k_scale, &twin_k);
-    twin.v_scale = fz_twin_of(args.v_scale, &twin_v);
-    twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
-    twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
+    gk_paged_attn_args wide = args;
+    gk_tensor wide_k, wide_v, wide_slopes, wide_sinks;
+    wide.q = fz_wide(&args.q);
+    wide.k_cache = fz_wide(&args.k_cache);
+    wide.v_cache = fz_wide(&args.v_cache);
+    wide.out = fz_wide(&args.out);
+    if (wants_lse) wide.lse = fz_wide(&args.lse);
+    wide.k_scale = fz_wide_of(args.k_scale, &wide_k);
+    wide.v_scale = fz_wide_of(args.v_scale, &wide_v);
+    wide.rules.alibi_slopes = fz_wide_of(args.rules.alibi_slopes, &wide_slopes);
+    wide.rules.sinks = fz_wide_of(args.rules.sinks, &wide_sinks);
     gk_tensor *const all[] = {&args.q,
                               &args.k_cache,
                               &args.v_cache,
@@ -121,9 +121,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const gk_status status = fz_call("gk_paged_attn", &ctx, &args, bytes_of, call, &args.workspace,
                                      &args.workspace_bytes, wrong);
     if (!wrong &&
-        fz_agree("gk_paged_attn", status, gk_paged_attn(&plain, &twin), gk_last_error())) {
-        fz_close("out", &args.out, &twin.out, fz_loss(dtype, 64 * (1 + own.scores)));
-        if (wants_lse) fz_close("lse", &args.lse, &twin.lse, fz_loss(stats, 64 * (1 + own.scores)));
+        fz_agree("gk_paged_attn", status, gk_paged_attn(&plain, &wide), gk_last_error())) {
+        fz_close("out", &args.out, &wide.out, fz_loss(dtype, 64 * (1 + own.scores)));
+        if (wants_lse) fz_close("lse", &args.lse, &wide.lse, fz_loss(stats, 64 * (1 + own.scores)));
     }
     fz_free();
     return 0;

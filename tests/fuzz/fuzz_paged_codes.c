@@ -116,17 +116,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
 
     gk_context plain = GK_CONTEXT_INIT;
-    gk_paged_attn_args twin = args;
-    gk_tensor twin_slopes, twin_sinks;
-    twin.q = fz_twin(&args.q);
-    twin.out = fz_twin(&args.out);
-    twin.lse = fz_twin(&args.lse);
-    twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
-    twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
+    gk_paged_attn_args wide = args;
+    gk_tensor wide_slopes, wide_sinks;
+    wide.q = fz_wide(&args.q);
+    wide.out = fz_wide(&args.out);
+    wide.lse = fz_wide(&args.lse);
+    wide.rules.alibi_slopes = fz_wide_of(args.rules.alibi_slopes, &wide_slopes);
+    wide.rules.sinks = fz_wide_of(args.rules.sinks, &wide_sinks);
     const gk_status status = fz_call("gk_paged_attn", &ctx, &args, bytes_of, call, &args.workspace,
                                      &args.workspace_bytes, false);
     if (written == GK_OK &&
-        fz_agree("gk_paged_attn", status, gk_paged_attn(&plain, &twin), gk_last_error())) {
+        fz_agree("gk_paged_attn", status, gk_paged_attn(&plain, &wide), gk_last_error())) {
         /* scores, and with them the error of a row, grow with the scales of the codes */
         double k_most = 1, v_most = 1;
         for (int64_t i = 0; i < gk_numel(&write.k); ++i)
@@ -137,8 +137,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         const double keys =
             args.k_scale && args.k_scale->ndim == 2 ? 2 * fz_unit(dtype) * (1 + own.scores) : 0;
         const double loss = 2 * fz_loss(dtype, 64 * (1 + own.scores)) + 2 * keys;
-        fz_close("out", &args.out, &twin.out, loss * k_most * v_most);
-        fz_close("lse", &args.lse, &twin.lse,
+        fz_close("out", &args.out, &wide.out, loss * k_most * v_most);
+        fz_close("lse", &args.lse, &wide.lse,
                  (fz_loss(stats, 64 * (1 + own.scores)) + keys) * k_most);
     }
     fz_free();

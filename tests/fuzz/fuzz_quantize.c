@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_quantize: gk_quantize and gk_dequantize against their definitions. Codes and scales must
- * match bit for bit, for numbers, infinities and NaN. */
+/* fuzz_quantize: compares gk_quantize and gk_dequantize with csrc/ref. Codes and scales must have
+ * the same bits, for numbers, infinities and NaN. */
 #include "quant.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {

@@ -40,28 +40,28 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (fz_int(0, 1)) a.k_weight = &k_weight;
     a.eps = 0.1;
     a.interleaved = (int32_t)fz_int(0, 1);
-    gk_rope_kv_write_args twin = a;
-    twin.q = fz_twin(&a.q);
-    twin.k = fz_twin(&a.k);
-    twin.v = fz_twin(&a.v);
-    twin.out_q = fz_twin(&a.out_q);
-    twin.cos = fz_twin(&a.cos);
-    twin.sin = fz_twin(&a.sin);
-    twin.k_cache = fz_twin(&a.k_cache);
-    twin.v_cache = fz_twin(&a.v_cache);
-    twin.q_weight = fz_twin_of(a.q_weight, &q_weight2);
-    twin.k_weight = fz_twin_of(a.k_weight, &k_weight2);
+    gk_rope_kv_write_args wide = a;
+    wide.q = fz_wide(&a.q);
+    wide.k = fz_wide(&a.k);
+    wide.v = fz_wide(&a.v);
+    wide.out_q = fz_wide(&a.out_q);
+    wide.cos = fz_wide(&a.cos);
+    wide.sin = fz_wide(&a.sin);
+    wide.k_cache = fz_wide(&a.k_cache);
+    wide.v_cache = fz_wide(&a.v_cache);
+    wide.q_weight = fz_wide_of(a.q_weight, &q_weight2);
+    wide.k_weight = fz_wide_of(a.k_weight, &k_weight2);
     gk_tensor *const all[] = {&a.q,       &a.k,       &a.v,         &a.out_q,
                               &a.k_cache, &a.v_cache, &a.positions, &a.slots};
     const bool wrong = fz_corrupt(all, 8, 8);
     const gk_status status = fz_call("gk_rope_kv_write", &ctx, &a, NULL, call, NULL, NULL, wrong);
     gk_context plain = GK_CONTEXT_INIT;
     if (!wrong &&
-        fz_agree("gk_rope_kv_write", status, gk_rope_kv_write(&plain, &twin), gk_last_error())) {
+        fz_agree("gk_rope_kv_write", status, gk_rope_kv_write(&plain, &wide), gk_last_error())) {
         const double bound = 256 * (dtype == GK_F64 ? 0x1p-53 : 0x1p-24);
-        fz_close("out_q", &a.out_q, &twin.out_q, bound);
-        fz_close("k_cache", &a.k_cache, &twin.k_cache, bound);
-        fz_close("v_cache", &a.v_cache, &twin.v_cache, 0);
+        fz_close("out_q", &a.out_q, &wide.out_q, bound);
+        fz_close("k_cache", &a.k_cache, &wide.k_cache, bound);
+        fz_close("v_cache", &a.v_cache, &wide.v_cache, 0);
     }
     fz_free();
     return 0;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_rows: gk_norm_fwd, gk_norm_bwd, gk_softmax_fwd, gk_softmax_bwd, gk_glu_fwd, gk_glu_bwd,
- * gk_dropout and gk_adamw, each against the same call in float64. */
+ * gk_dropout and gk_adamw. Each is compared with the same call in float64, whose arguments are
+ * named `wide`. */
 #include "fuzz.h"
 #include "gpukern_train.h"
 
@@ -17,12 +18,12 @@ static gk_tensor vector(void) {
 
 /* Calls an op and the same op in float64, and compares the pairs of results in `...`. The two calls
  * must end with the same status. */
-#define BOTH(op, args, twin, wrong, workspace, bound, ...)                                        \
+#define BOTH(op, args, wide, wrong, workspace, bound, ...)                                        \
     do {                                                                                          \
         const gk_status status =                                                                  \
             fz_call("gk_" #op, &ctx, &(args), NULL, call_##op, NULL, NULL, wrong);                \
         gk_context plain = GK_CONTEXT_INIT;                                                       \
-        if (!(wrong) && fz_agree("gk_" #op, status, gk_##op(&plain, &(twin)), gk_last_error())) { \
+        if (!(wrong) && fz_agree("gk_" #op, status, gk_##op(&plain, &(wide)), gk_last_error())) { \
             const gk_tensor *pairs[][2] = {__VA_ARGS__};                                          \
             for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i)                             \
                 if (pairs[i][0]) fz_close("result", pairs[i][0], pairs[i][1], bound);             \
@@ -38,7 +39,8 @@ static gk_tensor vector(void) {
         FZ_REQUIRE(bytes < (size_t)1 << 31, "gk_" #op " asks for %zu", bytes); \
         if (bytes && posix_memalign(&block, 64, bytes) != 0) abort();          \
         if (bytes) memset(block, 0xff, bytes);                                 \
-        args.workspace = block, args.workspace_bytes = bytes;                  \
+        args.workspace = block;                                                \
+        args.workspace_bytes = bytes;                                          \
         const gk_status status = gk_##op(c, &args);                            \
         free(block);                                                           \
         return status;                                                         \
@@ -70,16 +72,16 @@ static void fuzz_norm(void) {
         a.residual = &r;
         a.sum = &sum;
     } /* h is rounded to x's dtype */
-    gk_norm_args twin = a;
-    twin.x = fz_twin(&a.x);
-    twin.weight = fz_twin_of(a.weight, &w2);
-    twin.bias = fz_twin_of(a.bias, &b2);
-    twin.residual = fz_twin_of(a.residual, &r2);
-    twin.out = fz_twin(&a.out);
-    twin.sum = fz_twin_of(a.sum, &sum2);
+    gk_norm_args wide = a;
+    wide.x = fz_wide(&a.x);
+    wide.weight = fz_wide_of(a.weight, &w2);
+    wide.bias = fz_wide_of(a.bias, &b2);
+    wide.residual = fz_wide_of(a.residual, &r2);
+    wide.out = fz_wide(&a.out);
+    wide.sum = fz_wide_of(a.sum, &sum2);
     gk_tensor *const all[] = {&a.x, &a.out, &w, &b};
     const bool wrong = fz_corrupt(all, 2, 2);
-    BOTH(norm_fwd, a, twin, wrong, 1, 16 * loss(), {&a.out, &twin.out}, {a.sum, twin.sum});
+    BOTH(norm_fwd, a, wide, wrong, 1, 16 * loss(), {&a.out, &wide.out}, {a.sum, wide.sum});
 }
 
 static void fuzz_norm_bwd(void) {
@@ -96,18 +98,18 @@ static void fuzz_norm_bwd(void) {
     if (fz_int(0, 1)) a.grad_sum = &more;
     if (fz_int(0, 1)) a.dweight = &dw;
     if (fz_int(0, 1)) a.dbias = &db;
-    gk_norm_bwd_args twin = a;
-    twin.grad_out = fz_twin(&a.grad_out);
-    twin.h = fz_twin(&a.h);
-    twin.dx = fz_twin(&a.dx);
-    twin.weight = fz_twin_of(a.weight, &w2);
-    twin.grad_sum = fz_twin_of(a.grad_sum, &more2);
-    twin.dweight = fz_twin_of(a.dweight, &dw2);
-    twin.dbias = fz_twin_of(a.dbias, &db2);
+    gk_norm_bwd_args wide = a;
+    wide.grad_out = fz_wide(&a.grad_out);
+    wide.h = fz_wide(&a.h);
+    wide.dx = fz_wide(&a.dx);
+    wide.weight = fz_wide_of(a.weight, &w2);
+    wide.grad_sum = fz_wide_of(a.grad_sum, &more2);
+    wide.dweight = fz_wide_of(a.dweight, &dw2);
+    wide.dbias = fz_wide_of(a.dbias, &db2);
     gk_tensor *const all[] = {&a.grad_out, &a.h, &a.dx};
     const bool wrong = fz_corrupt(all, 3, 3);
-    BOTH(norm_bwd, a, twin, wrong, 1, 64 * loss(), {&a.dx, &twin.dx}, {a.dweight, twin.dweight},
-         {a.dbias, twin.dbias});
+    BOTH(norm_bwd, a, wide, wrong, 1, 64 * loss(), {&a.dx, &wide.dx}, {a.dweight, wide.dweight},
+         {a.dbias, wide.dbias});
 }
 
 static gk_tensor lengths(void) {
@@ -124,12 +126,12 @@ static void fuzz_softmax(void) {
     a.log = (int32_t)fz_int(0, 1);
     gk_tensor n = lengths();
     if (fz_int(0, 1)) a.lengths = &n;
-    gk_softmax_args twin = a;
-    twin.x = fz_twin(&a.x);
-    twin.out = fz_twin(&a.out);
+    gk_softmax_args wide = a;
+    wide.x = fz_wide(&a.x);
+    wide.out = fz_wide(&a.out);
     gk_tensor *const all[] = {&a.x, &a.out};
     const bool wrong = fz_corrupt(all, 2, 2);
-    BOTH(softmax_fwd, a, twin, wrong, 1, 4 * loss(), {&a.out, &twin.out});
+    BOTH(softmax_fwd, a, wide, wrong, 1, 4 * loss(), {&a.out, &wide.out});
 }
 
 static void fuzz_softmax_bwd(void) {
@@ -141,34 +143,34 @@ static void fuzz_softmax_bwd(void) {
     a.log = (int32_t)fz_int(0, 1);
     gk_tensor n = lengths();
     if (fz_int(0, 1)) a.lengths = &n;
-    gk_softmax_bwd_args twin = a;
-    twin.grad_out = fz_twin(&a.grad_out);
-    twin.out = fz_twin(&a.out);
-    twin.dx = fz_twin(&a.dx);
+    gk_softmax_bwd_args wide = a;
+    wide.grad_out = fz_wide(&a.grad_out);
+    wide.out = fz_wide(&a.out);
+    wide.dx = fz_wide(&a.dx);
     gk_tensor *const all[] = {&a.grad_out, &a.out, &a.dx};
     const bool wrong = fz_corrupt(all, 3, 3);
-    BOTH(softmax_bwd, a, twin, wrong, 1, 512 * loss(), {&a.dx, &twin.dx});
+    BOTH(softmax_bwd, a, wide, wrong, 1, 512 * loss(), {&a.dx, &wide.dx});
 }
 
 static void fuzz_glu(bool backward) {
     static const gk_activation gates[] = {GK_ACT_SILU, GK_ACT_GELU, GK_ACT_GELU_TANH};
     gk_tensor gate = rows(), up = rows(), grad = rows(), out = result(), more = result();
     const gk_activation activation = gates[fz_int(0, 2)];
-    gk_tensor gate2 = fz_twin(&gate), up2 = fz_twin(&up), grad2 = fz_twin(&grad),
-              out2 = fz_twin(&out);
-    gk_tensor more2 = fz_twin(&more);
+    gk_tensor gate2 = fz_wide(&gate), up2 = fz_wide(&up), grad2 = fz_wide(&grad),
+              out2 = fz_wide(&out);
+    gk_tensor more2 = fz_wide(&more);
     if (backward) {
         gk_glu_bwd_args a = {sizeof a, grad, gate, &up, out, &more, activation};
-        gk_glu_bwd_args twin = {sizeof a, grad2, gate2, &up2, out2, &more2, activation};
+        gk_glu_bwd_args wide = {sizeof a, grad2, gate2, &up2, out2, &more2, activation};
         gk_tensor *const all[] = {&a.grad_out, &a.gate, &a.dgate};
         const bool wrong = fz_corrupt(all, 3, 3);
-        BOTH(glu_bwd, a, twin, wrong, 1, loss(), {&a.dgate, &twin.dgate}, {&more, &more2});
+        BOTH(glu_bwd, a, wide, wrong, 1, loss(), {&a.dgate, &wide.dgate}, {&more, &more2});
     } else {
         gk_glu_args a = {sizeof a, gate, &up, out, activation},
-                    twin = {sizeof a, gate2, &up2, out2, activation};
+                    wide = {sizeof a, gate2, &up2, out2, activation};
         gk_tensor *const all[] = {&a.gate, &a.out};
         const bool wrong = fz_corrupt(all, 2, 2);
-        BOTH(glu_fwd, a, twin, wrong, 1, loss(), {&a.out, &twin.out});
+        BOTH(glu_fwd, a, wide, wrong, 1, loss(), {&a.out, &wide.out});
     }
 }
 
@@ -193,15 +195,15 @@ static void fuzz_dropout(void) {
     const int64_t kind = fz_int(0, 2);
     if (kind == 1) a.residual = &more;
     if (kind == 2) a.grad_out = &more;
-    gk_dropout_args twin = a;
-    twin.x = fz_twin(&a.x);
-    twin.out = fz_twin(&a.out);
-    twin.bias = fz_twin_of(a.bias, &b2);
-    twin.residual = fz_twin_of(a.residual, &more2);
-    twin.grad_out = fz_twin_of(a.grad_out, &more2);
+    gk_dropout_args wide = a;
+    wide.x = fz_wide(&a.x);
+    wide.out = fz_wide(&a.out);
+    wide.bias = fz_wide_of(a.bias, &b2);
+    wide.residual = fz_wide_of(a.residual, &more2);
+    wide.grad_out = fz_wide_of(a.grad_out, &more2);
     gk_tensor *const all[] = {&a.x, &a.out};
     const bool wrong = fz_corrupt(all, 2, 2);
-    BOTH(dropout, a, twin, wrong, 1, 8 * loss(), {&a.out, &twin.out});
+    BOTH(dropout, a, wide, wrong, 1, 8 * loss(), {&a.out, &wide.out});
 }
 
 /* A dense tensor. Its float64 copy keeps the values from before the call. */
@@ -229,17 +231,17 @@ static void fuzz_adamw(void) {
     a.maximize = (int32_t)fz_int(0, 1);
     if (fz_int(0, 1)) a.max_exp_avg_sqs = &most;
     if (fz_int(0, 1)) a.clip = &clip;
-    gk_tensor w2 = fz_twin(&w), g2 = fz_twin(&g), m2 = fz_twin(&m), v2 = fz_twin(&v);
-    gk_adamw_args twin = a;
-    twin.params = &w2;
-    twin.grads = &g2;
-    twin.exp_avgs = &m2;
-    twin.exp_avg_sqs = &v2;
-    twin.max_exp_avg_sqs = fz_twin_of(a.max_exp_avg_sqs, &most2);
+    gk_tensor w2 = fz_wide(&w), g2 = fz_wide(&g), m2 = fz_wide(&m), v2 = fz_wide(&v);
+    gk_adamw_args wide = a;
+    wide.params = &w2;
+    wide.grads = &g2;
+    wide.exp_avgs = &m2;
+    wide.exp_avg_sqs = &v2;
+    wide.max_exp_avg_sqs = fz_wide_of(a.max_exp_avg_sqs, &most2);
     gk_tensor *const all[] = {&w, &g, &m, &v};
     const bool wrong = fz_corrupt(all, 4, 4);
     /* 16-bit moments are rounded as 16-bit parameters are */
-    BOTH(adamw, a, twin, wrong, 1, loss() + (state == dtype ? fz_loss(dtype, 0) / 4 : 0), {&w, &w2},
+    BOTH(adamw, a, wide, wrong, 1, loss() + (state == dtype ? fz_loss(dtype, 0) / 4 : 0), {&w, &w2},
          {&m, &m2}, {&v, &v2});
 }
 

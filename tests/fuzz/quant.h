@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quant.h: what the harnesses of quantised products share.
+/* quant.h: shared by the fuzz targets of quantised products.
  *
- * The judge is csrc/ref, called with the same arguments and a result of its own. It takes every
- * dtype and sums in double. Float32 sums of k codes differ from it by at most k roundings of the
- * largest. */
+ * csrc/ref is the judge: it gets the same arguments and a result of its own. It accepts every dtype
+ * and sums in double. A float32 sum of k products of codes differs from it by at most k roundings
+ * of the largest partial sum. */
 #ifndef GPUKERN_FUZZ_QUANT_H
 #define GPUKERN_FUZZ_QUANT_H
 
 #include "fuzz.h"
 #include "core/op.h"
 
-/* Whole numbers, so that 8-bit codes are not all zeros. */
+/* Fills t with integers of up to `most`. Smaller numbers would be 0 as int8 codes. */
 static void fz_whole(const gk_tensor *t, int most) {
     for (int64_t i = 0; i < gk_numel(t); ++i) fz_set(t, i, rint(fz_uniform() * most));
 }

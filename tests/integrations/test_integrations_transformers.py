@@ -679,7 +679,7 @@ def test_compiled_packing_is_refused_when_it_runs():
 
 def test_compiled_holes_are_refused_when_it_runs():
     call = compiled(build(FAMILIES["llama"], "gpukern").forward)
-    with pytest.raises(RuntimeError, match="padding stand before or after the tokens"):
+    with pytest.raises(RuntimeError, match="padding must be before or after the tokens"):
         call(words(1, 6), attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1]]), use_cache=False)
 
 

@@ -305,7 +305,7 @@ def test_ldmatrix_rows(text, down):
     assert banks.accesses(text, 2, 16)[0].ways == down
 
 
-def test_twin_agrees_with_the_header_on_tiles():
+def test_layouts_agree_with_the_header_on_tiles():
     """The same swizzle as smem_tile of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128
     bytes have TMA's layout."""
     for span in (32, 64, 128):

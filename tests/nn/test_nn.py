@@ -178,7 +178,7 @@ def test_attention_of_a_padded_batch():
         over_pages = layer(x, kv_start=start, cache=(cache.k[0], cache.v[0]), **where)
     torch.testing.assert_close(over_pages[1, 4:], want)
     with pytest.raises(
-        ValueError, match="kv_end and bidirectional attention are served without a cache"
+        ValueError, match="with a cache, kv_end must be None and is_causal must be True"
     ):
         layer(x, kv_end=start, cache=(cache.k[0], cache.v[0]), **where)
 

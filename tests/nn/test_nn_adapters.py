@@ -167,9 +167,8 @@ def test_restore_names_what_was_changed_since_and_undoes_the_rest():
     with pytest.raises(RuntimeError) as error:
         done.restore()
     assert str(error.value) == (
-        "gpukern: what was changed since patch cannot be restored, the rest is: 0.0: its class is "
-        "ParametrizedLinear now, not "
-        "Linear; 2: its forward was replaced"
+        "gpukern: modules that were changed after patch cannot be restored; all others are restored: "
+        "0.0: its class is ParametrizedLinear now, not Linear; 2: its forward was replaced"
     )
     assert set(done.replaced) == {"0.0", "2"}
     assert [type(m) for m in (model[0], model[0][2], *model[1], model[3])] == [

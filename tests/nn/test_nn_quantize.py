@@ -470,14 +470,14 @@ def test_qat_equals_the_finished_layer(recipe, bias, dtype):
 
 
 def test_qat_rounds_as_bfloat16_does():
-    from torch_gpukern.nn.quant.qat import straight_through, to_8_bits
+    from torch_gpukern.nn.quant.qat import straight_through, to_bfloat16_values
 
     gen = generator("8 bits")
     x = torch.randint(-(2**31), 2**31, (1 << 16,), generator=gen).int().view(torch.float32)
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 3.4028235e38, -3.4028235e38]
     x = torch.cat([x, torch.tensor([*special, 1e-45, -1e-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8])])
     want = x.bfloat16().float()
-    assert torch.equal(to_8_bits(x).nan_to_num(7.0), want.nan_to_num(7.0))
+    assert torch.equal(to_bfloat16_values(x).nan_to_num(7.0), want.nan_to_num(7.0))
     leaf = x.clone().requires_grad_()
     seen = straight_through(leaf, want)
     seen.sum().backward()
@@ -696,7 +696,7 @@ def test_calibration_that_shows_nothing_is_refused_by_name(recipe, value):
     if value == 0 and "static" not in recipe:
         run()
         return
-    what = "zeros alone" if value == 0 else "values that are infinite or NaN"
+    what = "only zeros" if value == 0 else "values that are infinite or NaN"
     with pytest.raises(ValueError, match=f"recipe {recipe}: calibration gave 2 {what}"):
         run()
     assert all(type(m) is nn.Linear for m in model)

@@ -294,8 +294,9 @@ def grouped_on_cuda(name, gen, k, n):
     else:
         a[3::7] = 0
         blocks = ("1x128", "128x128") if "1x128" in name else ("row", "row")
-        given = (*gk.quantize(a, torch.float8_e4m3fn, blocks[0]), owner)
-        b, scale_b = gk.quantize(b, torch.float8_e4m3fn, blocks[1])
+        code = torch.int8 if form == "int8" else torch.float8_e4m3fn
+        given = (*gk.quantize(a, code, blocks[0]), owner)
+        b, scale_b = gk.quantize(b, code, blocks[1])
         how = {"scale_b": scale_b.mT}
 
     def of(*args):
@@ -323,7 +324,7 @@ ON_CUDA = (
     "weight int4, weight uint4, weight mxfp4, weight nvfp4, weight int8 f16, weight e4m3, "
     "weight int4 wide, scaled row, scaled row fast, scaled row wide, scaled 1x128, "
     "scaled 1x128 columns, scaled 1x32, scaled int8, sparse bf16, sparse int8, sparse e4m3, "
-    "grouped bf16, grouped e4m3, grouped e4m3 1x128, "
+    "grouped bf16, grouped e4m3, grouped e4m3 1x128, grouped int8, "
     # two results may share a reciprocal, which must be of one row
     "weight int4 gelu, scaled row silu, scaled 1x128 silu, scaled 1x128 columns silu, "
     "scaled 1x32 silu, sparse bf16 gelu, sparse int8 gelu, sparse e4m3 gelu, grouped bf16 silu"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, reference, torch_gpukern
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 ENDS = [(), (0,), (5,), (3, 3, 40), (0, 17, 17, 64), (1, 2, 130), (64, 128), (0, 0)]
 
 
@@ -16,11 +16,20 @@ def offs(ends, device):
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
+def behind(dtype):
+    """What rows of no group hold in the tests: it would show in any sum."""
+    return float("nan") if dtype.is_floating_point else 127
+
+
+def powers(gen, shape, device):
+    return torch.exp2(torch.randint(-2, 3, shape, generator=gen).float()).to(device)
+
+
 def whole(gen, shape, dtype, device, most=2):
     return torch.randint(-most, most + 1, shape, generator=gen).float().to(dtype).to(device)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2, I8))
 def test_small_integers_are_exact(dtype, device):
     for ends, (k, n) in itertools.product(ENDS, ((33, 40), (129, 7))):
         gen = generator("grouped", *ends, k)
@@ -29,7 +38,7 @@ def test_small_integers_are_exact(dtype, device):
         one = torch.ones((), device=device)
         how = dict(out_dtype=torch.float32) | (dict(scale_a=one, scale_b=one) if eight else {})
         a, b = whole(gen, (m, k), dtype, device), whole(gen, (groups, k, n), dtype, device)
-        a[(ends or (0,))[-1] :] = float("nan")
+        a[(ends or (0,))[-1] :] = behind(dtype)
         for bias in (
             None,
             whole(gen, (n,), torch.float32, device),
@@ -41,7 +50,7 @@ def test_small_integers_are_exact(dtype, device):
             )
             # groups of k: the same ends, along the other dimension
             at, bt = a.mT, whole(gen, (m, n), dtype, device)
-            bt[(ends or (0,))[-1] :] = float("nan")
+            bt[(ends or (0,))[-1] :] = behind(dtype)
             got = torch_gpukern.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how)
             assert got.shape == (groups, k, n)
             assert_bits(
@@ -155,6 +164,161 @@ def test_sums_of_one_sign_keep_their_bits(device):
             assert ((got.double() - want).abs() / want).max() <= 1e-3 + torch.finfo(
                 out_dtype
             ).eps / 2
+
+
+# ends of groups of up to 700 rows: none, one, few, more than a tile, and rows of no group
+GROUPS = (
+    (0, 1, 1, 130, 387, 643),
+    (256, 512, 520),
+    (0, 0, 0, 3),
+    (700,),
+    (3, 7, 40, 72, 105),
+)
+
+
+def test_sums_of_int8_are_exact(device):
+    """Codes of the whole range, scales of rows, columns and groups, operands of any strides and of
+    odd sizes. The sums are integers, so the float32 result is the exact value rounded once."""
+    gen = generator("grouped int8")
+    for ends, (k, n) in itertools.product(GROUPS, ((144, 392), (640, 70), (33, 129), (1, 1))):
+        m, groups, end = 700, len(ends), offs(ends, device)
+        a = torch.randint(-128, 128, (m, k), generator=gen).to(I8).to(device)
+        b = torch.randint(-128, 128, (groups, k, n), generator=gen).to(I8).to(device)
+        scale_a, scale_b = powers(gen, (m, 1), device), powers(gen, (groups, 1, n), device)
+        scale_a[ends[-1] :] = float("nan")
+        bias = whole(gen, (groups, n), torch.float32, device)
+        how = dict(scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.float32)
+        want = reference.grouped_gemm(a, b, end, **how)
+        wide = torch.zeros(m, 2 * k + 16, dtype=I8, device=device)
+        wide[:, 16 : 16 + k] = a
+        k_major = b.mT.contiguous().mT
+        # K-major weights, N-major ones, and weights in every second row
+        every_second = torch.stack((k_major.mT, k_major.mT), 2).flatten(1, 2).mT[..., ::2]
+        for weight in (k_major, b, every_second):
+            for rows in (a, wide[:, 16 : 16 + k], a.mT.contiguous().mT):
+                got = torch_gpukern.grouped_gemm(rows, weight, end, **how)
+                assert_bits(got + 0, want + 0)
+        # one bias for all groups, one scale for all of an operand
+        for one in (dict(bias=bias[0]), dict(scale_a=scale_a[0]), dict(scale_b=scale_b[0, 0, :1])):
+            got = torch_gpukern.grouped_gemm(a, k_major, end, **how | one)
+            assert_bits(got + 0, reference.grouped_gemm(a, b, end, **how | one) + 0)
+
+
+@pytest.mark.parametrize("out_dtype", (torch.bfloat16, torch.float16))
+def test_results_of_int8_in_16_bits(out_dtype, device):
+    """Codes so small that float32 holds every sum, which is then rounded once. With an activation
+    the result is within a unit in its last place."""
+    gen = generator("grouped int8 16")
+    for ends, (k, n) in itertools.product(GROUPS, ((144, 392), (528, 136), (48, 70))):
+        m, groups, end = 700, len(ends), offs(ends, device)
+        a, b = whole(gen, (m, k), I8, device, 7), whole(gen, (groups, n, k), I8, device, 7).mT
+        a[ends[-1] :] = 127
+        how = dict(
+            scale_a=powers(gen, (m, 1), device) / 64,
+            scale_b=powers(gen, (groups, 1, n), device) / 64,
+            out_dtype=out_dtype,
+        )
+        for bias in (None, whole(gen, (groups, n), out_dtype, device)):
+            for activation in ("none", "relu"):
+                given = how | dict(bias=bias, activation=activation)
+                got = torch_gpukern.grouped_gemm(a, b, end, **given)
+                assert_bits(got + 0, reference.grouped_gemm(a, b, end, **given) + 0)
+            given = how | dict(bias=bias, activation="silu")
+            got = torch_gpukern.grouped_gemm(a, b, end, **given).double()
+            want = reference.grouped_gemm(a, b, end, **given | dict(out_dtype=torch.float64))
+            error = torch.finfo(out_dtype).eps * want.abs() + 1e-6
+            assert ((got - want).abs() <= error).all()
+
+
+def test_long_sums_of_int8(device):
+    """Sums of up to 2^31 - 1, of which float32 holds 24 bits: a sum in float32 would lose the small
+    terms."""
+    m, k, n, ends = 70, 131056, 136, (30, 66)
+    a = torch.full((m, k), 127, dtype=I8, device=device)
+    b = torch.full((2, n, k), 127, dtype=I8, device=device).mT
+    a[:, 0], a[:, 1::2] = 3, 1
+    one = torch.ones((), device=device)
+    how = dict(scale_a=one, scale_b=one, out_dtype=torch.float32)
+    want = reference.grouped_gemm(a[:1], b[:1, :, :1], offs((1,), device), **how)
+    got = torch_gpukern.grouped_gemm(a, b, offs(ends, device), **how)
+    assert_bits(got, want.expand(m, n) * (torch.arange(m, device=device) < 66).float()[:, None])
+
+
+def test_scales_of_int8_along_k(device):
+    """Blocks of k and powers of two in a byte, and groups of k with scales of rows and columns."""
+    gen = generator("grouped int8 blocks")
+    m, k, n, ends = 300, 304, 140, (5, 5, 200, 290)
+    a, b = whole(gen, (m, k), I8, device), whole(gen, (4, k, n), I8, device)
+    a[ends[-1] :] = 127
+    how = dict(out_dtype=torch.float32)
+    for form_a, form_b in (
+        ((m, 3), (3, 2)),
+        ((3, 3), (1, n)),
+        ((m, 1), (10, n)),
+        ((m, 10), (1, 1)),
+    ):
+        for bytes_ in (False, True):
+            scales = powers(gen, form_a, device), powers(gen, (4, *form_b), device)
+            given = [s.to(torch.float8_e8m0fnu) for s in scales] if bytes_ else scales
+            want = reference.grouped_gemm(
+                a, b, offs(ends, device), scale_a=scales[0], scale_b=scales[1], **how
+            )
+            got = torch_gpukern.grouped_gemm(
+                a,
+                b.mT.contiguous().mT,
+                offs(ends, device),
+                scale_a=given[0],
+                scale_b=given[1],
+                **how,
+            )
+            assert_bits(got, want)
+    at = torch.randint(-128, 128, (m, k), generator=gen).to(I8).to(device).mT
+    bt = torch.randint(-128, 128, (m, n), generator=gen).to(I8).to(device)
+    how |= dict(scale_a=powers(gen, (k, 1), device), scale_b=powers(gen, (1, n), device))
+    got = torch_gpukern.grouped_gemm(at, bt, offs(ends, device), **how)
+    assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), **how) + 0)
+
+
+def test_fast_sums_of_small_integers(device):
+    """Sums of at most 2560, which 13 bits hold, in any grouping of k."""
+    gen = generator("grouped fast")
+    for ends, (k, n) in itertools.product(GROUPS, ((144, 392), (640, 70))):
+        m, groups, end = 700, len(ends), offs(ends, device)
+        a, b = whole(gen, (m, k), E4M3, device), whole(gen, (groups, n, k), E4M3, device).mT
+        a[ends[-1] :] = behind(E4M3)
+        how = dict(
+            scale_a=powers(gen, (m, 1), device),
+            scale_b=powers(gen, (groups, 1, n), device),
+            bias=whole(gen, (n,), torch.float32, device),
+            out_dtype=torch.float32,
+        )
+        got = torch_gpukern.grouped_gemm(a, b, end, **how, accumulate="fast")
+        assert_bits(got + 0, reference.grouped_gemm(a, b, end, **how) + 0)
+
+
+def test_what_int8_refuses(device):
+    a, b = torch.ones(4, 16, dtype=I8, device=device), torch.ones(1, 16, 8, device=device)
+    end, one = torch.tensor([4], dtype=torch.int32, device=device), torch.ones((), device=device)
+    how = dict(scale_a=one, scale_b=one)
+    with pytest.raises(ValueError, match="b has dtype float8_e4m3fn, a has int8; they must match"):
+        torch_gpukern.grouped_gemm(a, b.to(E4M3), end, **how)
+    with pytest.raises(ValueError, match="scale_b must be given where a is int8"):
+        torch_gpukern.grouped_gemm(a, b.to(I8), end, scale_a=one)
+    with pytest.raises(ValueError, match="accumulate must be precise where a is int8, got fast"):
+        torch_gpukern.grouped_gemm(a, b.to(I8), end, **how, accumulate="fast")
+    with pytest.raises(
+        ValueError, match="out_dtype must be bfloat16, float16 or float32, got int8"
+    ):
+        torch_gpukern.grouped_gemm(a, b.to(I8), end, **how, out_dtype=I8)
+    long = torch.ones(1, 131072, dtype=I8, device=device)
+    text = "a has 131072 columns; int8 without scales along K takes at most 131071"
+    with pytest.raises(ValueError, match=text):
+        torch_gpukern.grouped_gemm(long, long.mT[None], end[:1] // 4, **how)
+    sums = torch.ones(1, 1024, device=device)
+    got = torch_gpukern.grouped_gemm(
+        long, long.mT[None], end // 4, scale_a=sums, scale_b=one, out_dtype=torch.float32
+    )
+    assert got.item() == 131072
 
 
 def test_each_group_is_a_gemm(device):
@@ -284,6 +448,33 @@ def test_kernels_of_gpus_without_wgmma(dtype, name):
     assert row(a.mT, x) == f"grouped_gemm_sm80_{name}_128x128_k"
     assert row(a[:, 1:], b[:, 1:]) == f"grouped_gemm_sm80_any_{name}_128x128"
     assert row(a.mT.contiguous(), x) == f"grouped_gemm_sm80_any_{name}_128x128_k"
+
+
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
+def test_kernels_of_8_bits():
+    one = torch.ones(())
+
+    def row(a, b, arch, scale=one, **more):
+        ends = torch.zeros(3, dtype=torch.int32)
+        how = dict(scale_a=scale, scale_b=one, arch=arch) | more
+        return torch_gpukern.explain("grouped_gemm", a, b, ends, **how)["instance"]
+
+    a, b = torch.empty(64, 256, dtype=I8), torch.empty(3, 128, 256, dtype=I8).mT
+    blocks = torch.ones(64, 2)
+    assert row(a, b, "sm_90") == "grouped_gemm_int8_sm90a_256x128"
+    assert row(a, b, "sm_80") == "grouped_gemm_sm80_i8_128x128"
+    for arch in ("sm_80", "sm_90"):  # N-major, no whole 16 bytes a row, scales along k, groups of k
+        assert row(a, b.contiguous(), arch) == "grouped_gemm_plain_i8"
+        assert row(a[:, 1:], b[:, 1:], arch) == "grouped_gemm_plain_i8"
+        assert row(a, b, arch, blocks) == "grouped_gemm_plain_i8"
+        assert row(a, b[0], arch) == "grouped_gemm_plain_i8"
+    a, b = a.to(E4M3), b.to(E4M3)
+    name = "grouped_gemm_fp8_sm90a_e4m3"
+    assert row(a, b, "sm_90") == f"{name}_256x128"
+    assert row(a, b, "sm_90", blocks) == f"{name}_block_256x128"
+    assert row(a, b, "sm_90", accumulate="fast") == f"{name}_fast_256x128"
 
 
 def test_fast_sums_are_of_one_scale_along_k(device):

@@ -62,7 +62,7 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(chunks, "_CPU_BYTES", 1 << 12)
     monkeypatch.setattr(chunks, "_MOST_BYTES", 1 << 12)
     monkeypatch.setattr(chunks, "_COPY_BYTES", 1 << 10)
-    monkeypatch.setattr(chunks, "_FEWEST_ROWS", 3)
+    monkeypatch.setattr(chunks, "_FEWEST_CPU_ROWS", 3)
 
 
 def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
@@ -109,22 +109,25 @@ def test_values(dtype, mode, device, monkeypatch):
         (((3, 11), 16, 50), ((7,), 40, 33), ((90,), 8, 300)), RULES.values()
     ):
         judge(shape, h, v, dtype, rules | MODES[mode], device, bias=shape != (7,))
-    for many in (False, True):  # on the CPU, too: logits in rows of dz that come later
+    for many in (False, True):  # True stores logits in later rows of dz, on the CPU, too
         monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x, many=many: many)
         for needs in itertools.product((True, False), repeat=3):
             if any(needs):
                 judge((40,), 9, 21, dtype, RULES["all"] | MODES[mode], device, needs=needs)
 
 
-def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
-    """Each row is computed once, in order. The logits of some rows are stored in rows of dz that
-    are written later; these are more rows than fit the buffer, or as many if so few are
-    asked for."""
-    monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: True)
+def test_chunks_of_rows_and_the_memory_of_their_logits():
+    """Each row is computed once, in order. The logits of a chunk are stored in rows of dz that are
+    written later, if these hold a larger chunk than the buffer, or the largest that is asked for."""
+
+    def chunks_of(dz, rows, buffer, most):
+        blocks = chunks._Blocks(False, rows, buffer.shape[0], most, False)
+        return chunks._z_chunks(dz, rows, blocks, lambda: buffer, many=True)
+
     for rows, v, step in ((8192, 131, 256), (1000, 8, 3), (130, 7, 50), (5, 9, 1), (1, 1, 1)):
         dz, at, most = torch.empty(rows, v, dtype=torch.bfloat16), 0, 0
         buffer = torch.empty(step, v)
-        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer, rows):
+        for s, z in chunks_of(dz, rows, buffer, rows):
             assert (
                 s.start == at
                 and z.shape == (s.stop - at, v)
@@ -137,7 +140,7 @@ def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
                 assert at * v <= begin and begin + 2 * z.numel() <= dz.numel()
         assert at == rows and (most > 9 * step if rows == 8192 else True)
         at, inside = 0, 0
-        for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer, step):
+        for s, z in chunks_of(dz, rows, buffer, step):
             assert s.start == at and z.shape == (s.stop - at, v) and z.shape[0] <= step
             at, begin = s.stop, (z.data_ptr() - dz.data_ptr()) // 2
             if z.data_ptr() != buffer.data_ptr():

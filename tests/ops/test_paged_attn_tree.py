@@ -749,6 +749,12 @@ def test_explain():
     with pytest.raises(ValueError, match=r"paged_attn: attn_mask must be \[T, S\] with T = 12"):
         told(mask[1:], arch="sm_90")
     assert told(arch="sm_90")["instance"] == "paged_tree_mma_bf16"
+    paged.q = paged.q.to(torch.float16)
+    paged.k_cache, paged.v_cache = (
+        c.to(torch.float8_e4m3fn) for c in (paged.k_cache, paged.v_cache)
+    )
+    each = torch.ones(len(paged.k_cache), 2)
+    assert told(arch="sm_90", v_scale=each)["instance"] == "paged_tree_mma_f16"
 
 
 def test_autocast(device):

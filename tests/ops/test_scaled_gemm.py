@@ -105,7 +105,6 @@ def far_sparse_product(a, b, scale_a, scale_b):
 
 
 FAR_CASES = [(op, dtype) for op in ("scaled", "grouped", "sparse") for dtype in (E4M3, E5M2, I8)]
-FAR_CASES.remove(("grouped", I8))  # grouped_gemm takes no int8
 
 
 @pytest.mark.parametrize(("op", "dtype"), FAR_CASES)

@@ -27,7 +27,7 @@ def drawn(name, dtype, device, shapes=SHAPES):
     return [randn(gen, *s, dtype=dtype, device=device).requires_grad_() for s in shapes]
 
 
-def walk(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
+def take_steps(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
     """Makes `steps` steps with random gradients, which are drawn in float64 and rounded."""
     gen = generator("adamw gradients", name)
     for _ in range(steps):
@@ -39,7 +39,7 @@ def walk(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
         tail()
 
 
-def twins(dtype, device, rule="", **more):
+def three_runs(dtype, device, rule="", **more):
     """Parameters after five steps of ours, of torch's, and of torch's in float64."""
     first = drawn(rule, dtype, device)
     second = [p.detach().clone().requires_grad_() for p in first]
@@ -49,7 +49,7 @@ def twins(dtype, device, rule="", **more):
         torch.optim.AdamW(second, **RULES[rule], fused=True),
     )
     judge = torch.optim.AdamW(exact, **RULES[rule])
-    walk(first, ours, name=rule), walk(second, theirs, name=rule)
+    take_steps(first, ours, name=rule), take_steps(second, theirs, name=rule)
     gen = generator("adamw gradients", rule)
     for _ in range(5):
         for p, q in zip(first, exact, strict=True):
@@ -78,7 +78,7 @@ def error(some, exact):
     "dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str
 )
 def test_beside_torch(dtype, rule, device):
-    (first, ours), (second, _), (exact, judge) = twins(dtype, device, rule)
+    (first, ours), (second, _), (exact, judge) = three_runs(dtype, device, rule)
     unit = torch.finfo(dtype).eps
     assert error(first, exact) <= 2 * error(second, exact) + (
         1e-14 if dtype == torch.float64 else 0.02 * unit
@@ -96,7 +96,7 @@ def test_beside_torch(dtype, rule, device):
 def test_master_weights(dtype, device):
     """The master is as accurate as a float32 parameter, and the parameter is its rounding. Steps
     far below an ulp of the parameter add up."""
-    (first, ours), _, (exact, _) = twins(dtype, device, master_weights=True)
+    (first, ours), _, (exact, _) = three_runs(dtype, device, master_weights=True)
     masters = [ours.state[p]["master"] for p in first]
     assert error(masters, exact) < 5e-6 and all(m.dtype == torch.float32 for m in masters)
     assert all(torch.equal(p.detach(), m.to(dtype)) for p, m in zip(first, masters, strict=True))
@@ -182,14 +182,14 @@ def test_state_dicts(master, device):
     stays float32."""
     params = drawn("state", torch.bfloat16, device)
     ours = AdamW(params, master_weights=master, amsgrad=True)
-    walk(params, ours, 2)
+    take_steps(params, ours, 2)
     file = io.BytesIO()
     torch.save(ours.state_dict(), file)
     file.seek(0)
     again = [p.detach().clone().requires_grad_() for p in params]
     loaded = AdamW(again, lr=1.0, master_weights=master, amsgrad=True)
     loaded.load_state_dict(torch.load(file, map_location=device))
-    walk(params, ours, 2, "more"), walk(again, loaded, 2, "more")
+    take_steps(params, ours, 2, "more"), take_steps(again, loaded, 2, "more")
     assert all(torch.equal(p, q) for p, q in zip(params, again, strict=True))
     for p, q in zip(params, again, strict=True):
         assert {n: x.dtype for n, x in ours.state[p].items()} == {
@@ -197,10 +197,10 @@ def test_state_dicts(master, device):
         }
     theirs = torch.optim.AdamW(again, fused=True, amsgrad=True)
     theirs.load_state_dict(ours.state_dict())
-    walk(again, theirs, 1)
+    take_steps(again, theirs, 1)
     back = AdamW(again, master_weights=master, amsgrad=True)
     back.load_state_dict(theirs.state_dict())
-    walk(again, back, 1)
+    take_steps(again, back, 1)
     assert back.state[again[0]]["step"].item() == 6
     copied = pickle.loads(pickle.dumps(ours))
     assert copied.defaults["master_weights"] is master
@@ -233,7 +233,7 @@ def test_a_parameter_that_was_written_counts(dtype, device):
 def test_a_hook_may_change_what_is_loaded(device):
     params = drawn("hooked", torch.bfloat16, device, ((4,), (4,)))
     ours = AdamW(params, master_weights=True)
-    walk(params, ours, 2)
+    take_steps(params, ours, 2)
     again = [p.detach().clone().requires_grad_() for p in reversed(params)]
     loaded = AdamW(again, master_weights=True)
 
@@ -255,7 +255,7 @@ def test_a_hook_may_change_what_is_loaded(device):
     loaded.register_load_state_dict_pre_hook(drop)
     loaded.load_state_dict(ours.state_dict())
     assert again[1] not in loaded.state
-    walk(again, loaded, 1)
+    take_steps(again, loaded, 1)
 
 
 @pytest.mark.parametrize("master", (False, True))
@@ -300,7 +300,7 @@ def test_an_infinite_weight_stays_where_nothing_moves(dtype, device):
 def test_a_step_that_raises_does_not_count(device):
     w = torch.ones(4, device=device, requires_grad=True)
     optimiser = AdamW([w])
-    walk([w], optimiser, 2)
+    take_steps([w], optimiser, 2)
     optimiser.param_groups[0]["eps"] = -1.0
     with pytest.raises(ValueError, match="eps"):
         optimiser.step()
@@ -322,13 +322,13 @@ def test_states_as_torch_saves_them(step, device):
     gen = generator("adamw states")
     first = randn(gen, 4, 3, 2, 2, device=device).requires_grad_()
     optimiser = torch.optim.AdamW([first])
-    walk([first], optimiser, 3)
+    take_steps([first], optimiser, 3)
     state = copy.deepcopy(optimiser.state_dict())
     state["state"][0]["step"] = step(3)
     second = first.detach().clone().to(memory_format=torch.channels_last).requires_grad_()
     ours = AdamW([second])
     ours.load_state_dict(state)
-    walk([first], optimiser, 2, "more"), walk([second], ours, 2, "more")
+    take_steps([first], optimiser, 2, "more"), take_steps([second], ours, 2, "more")
     torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
     assert ours.state[second]["step"].item() == 5
 
@@ -340,7 +340,7 @@ def test_options_are_of_all_groups(device):
     optimiser = AdamW([one], master_weights=True)
     optimiser.add_param_group({"params": [two]})
     assert optimiser.param_groups[0].keys() == optimiser.param_groups[1].keys()
-    walk([one, two], optimiser, 1)
+    take_steps([one, two], optimiser, 1)
     assert "master" in optimiser.state[two]
     for make in (lambda g: optimiser.add_param_group(g), lambda g: AdamW([g], master_weights=True)):
         with pytest.raises(ValueError, match="master_weights holds for all groups"):
@@ -354,17 +354,17 @@ def test_layouts_and_parameters_without_gradients(device):
     )
     odd = randn(gen, 65, device=device)[1:].requires_grad_()  # misaligned
     idle = randn(gen, 5, device=device).requires_grad_()
-    params, twin = (
+    params, other = (
         [conv, odd, idle],
         [x.detach().clone().requires_grad_() for x in (conv, odd, idle)],
     )
-    ours, theirs = AdamW(params), torch.optim.AdamW(twin)
+    ours, theirs = AdamW(params), torch.optim.AdamW(other)
     for _ in range(3):
-        for p, q in zip(params[:2], twin[:2], strict=True):
+        for p, q in zip(params[:2], other[:2], strict=True):
             q.grad = torch.randn_like(q)
             p.grad = q.grad.clone().contiguous()
         ours.step(), theirs.step()
-    assert error(params, [p.double() for p in twin]) < 1e-6 and idle not in ours.state
+    assert error(params, [p.double() for p in other]) < 1e-6 and idle not in ours.state
     gap = randn(gen, 4, 6, device=device)[:, :3].requires_grad_()
     gap.grad = torch.ones_like(gap)
     with pytest.raises(ValueError, match=r"adamw_: params\[0\] must be dense"):
@@ -372,12 +372,12 @@ def test_layouts_and_parameters_without_gradients(device):
 
 
 def test_lr_as_a_tensor_and_groups(device):
-    params, twin = (drawn("groups", torch.float32, device) for _ in range(2))
+    params, other = (drawn("groups", torch.float32, device) for _ in range(2))
     lr = torch.tensor(2e-3, device=device)
     groups = lambda ps, lr: [dict(params=ps[:3], weight_decay=0.0), dict(params=ps[3:], lr=lr)]  # noqa: E731
-    ours, theirs = AdamW(groups(params, lr)), torch.optim.AdamW(groups(twin, 2e-3))
-    walk(params, ours, 3), walk(twin, theirs, 3)
-    assert error(params, [p.double() for p in twin]) < 1e-6
+    ours, theirs = AdamW(groups(params, lr)), torch.optim.AdamW(groups(other, 2e-3))
+    take_steps(params, ours, 3), take_steps(other, theirs, 3)
+    assert error(params, [p.double() for p in other]) < 1e-6
 
 
 def test_refusals(device):
@@ -422,9 +422,9 @@ def test_refusals(device):
 
 def test_compiled(device):
     params = drawn("compiled", torch.float32, device, SHAPES[:2])
-    twin = [p.detach().clone().requires_grad_() for p in params]
-    ours, theirs = AdamW(params), AdamW(twin)
-    walk(params, ours, 1), walk(twin, theirs, 1)
+    other = [p.detach().clone().requires_grad_() for p in params]
+    ours, theirs = AdamW(params), AdamW(other)
+    take_steps(params, ours, 1), take_steps(other, theirs, 1)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def update(params, grads, m, v, steps):
@@ -439,9 +439,9 @@ def test_compiled(device):
         )
 
     update(*lists(params, ours))
-    a, g, m, v, s = lists(twin, theirs)
+    a, g, m, v, s = lists(other, theirs)
     ops.adamw_.default(a, g, m, v, [], [], s, lr=1e-2)
-    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(params, other, strict=True))
 
 
 @pytest.mark.gpu
@@ -452,13 +452,13 @@ def test_captured(many):
     params = drawn(
         "captured", torch.bfloat16, "cuda", ((1000,), (37,), (64, 65)) * (many // 3 + 1)
     )[:many]
-    twin = [p.detach().clone().requires_grad_() for p in params]
+    other = [p.detach().clone().requires_grad_() for p in params]
     lr = torch.tensor(1e-2, device="cuda")
     ours, theirs = (
         AdamW(params, lr=lr, master_weights=True),
-        AdamW(twin, lr=1e-2, master_weights=True),
+        AdamW(other, lr=1e-2, master_weights=True),
     )
-    for p, q in zip(params, twin, strict=True):
+    for p, q in zip(params, other, strict=True):
         p.grad = torch.randn_like(p)
         q.grad = p.grad.clone()
     ours.step()
@@ -468,5 +468,5 @@ def test_captured(many):
     graph.replay(), graph.replay()
     for _ in range(3):
         theirs.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, twin, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(params, other, strict=True))
     assert ours.state[params[0]]["step"].item() == 3

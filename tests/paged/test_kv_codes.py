@@ -8,6 +8,8 @@ from itertools import product
 
 import pytest
 import torch
+from attention_cases import Paged
+from conftest import generator, same_bits
 
 from torch_gpukern import (
     KVCacheScales,
@@ -599,3 +601,89 @@ def test_a_cache_is_pickled(dtype):
         assert other.k.dtype is dtype and other.k.data_ptr() != cache.k.data_ptr()
         assert torch.equal(other.k.view(torch.uint8), cache.k.view(torch.uint8))
         assert other.pages(other.sequences[0]) == cache.pages(cache.sequences[0])
+
+
+# name -> lengths, query tokens, heads, head_dim, tokens of a page, a mask over new tokens
+FORMS = {
+    "decode": ([300, 70, 5], [1, 1, 1], (4, 2), 128, 16, False),
+    "more rows": ([300, 70, 5], [3, 3, 3], (16, 2), 128, 16, False),
+    "small pages": ([300, 70, 5], [2, 1, 1], (4, 2), 64, 8, False),
+    "odd pages": ([300, 70, 5], [1, 1, 1], (4, 2), 32, 5, False),
+    "prefill": ([300, 200], [130, 130], (4, 2), 128, 16, False),
+    "tree": ([300, 70, 129], [4, 4, 4], (4, 2), 64, 16, True),
+    "short tree": ([5, 9, 12], [4, 8, 12], (4, 2), 128, 8, True),
+}
+
+
+def scaled_case(form, code, dtype, device):
+    """A cache of codes that reach the ends of their range in v, and the arguments of a call."""
+    lengths, queries, heads, dim, size, tree = FORMS[form]
+    gen = generator("scales", form, code, dtype)
+    case = Paged(gen, lengths, queries, *heads, dim, dim, size, torch.float32, device)
+    most = {E4M3: 100, E5M2: 100, I8: 30}[code]
+    case.q = case.q.to(dtype)
+    case.k_cache, case.v_cache = (
+        (c * by).nan_to_num(0).clamp(-127, 127).to(code)
+        for c, by in ((case.k_cache, 1 if code != I8 else 20), (case.v_cache, most))
+    )
+    rules = {"k_scale": torch.full((len(case.k_cache), heads[1]), 1.0 if code != I8 else 0.05)}
+    rules["k_scale"] = rules["k_scale"].to(device)
+    if tree:
+        masks = [torch.rand(n, max(queries), generator=gen) < 0.6 for n in queries]
+        rules["attn_mask"] = (torch.cat(masks)).to(device)
+    if len(set(queries)) > 1:
+        rules |= {"cu_seqlens_q": case.cu_seqlens_q, "max_seqlen_q": max(queries)}
+    return case, rules
+
+
+@each_code
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("scales", ("far apart", "tiny", "huge"))
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_pages_far_apart(form, scales, dtype, code, device):
+    """v_scale of 1e-6, of 100, and from 1e-4 to 100 in one sequence. Products stay in the range of
+    float16. Weights times such scales would not: float16 has 17 steps up to 1e-6."""
+    case, rules = scaled_case(form, code, dtype, device)
+    shape, gen = (len(case.k_cache), 2), generator("scales", form, scales)
+    powers = torch.randint(-4, 3, shape, generator=gen).double()
+    powers = {"tiny": powers * 0 - 6, "huge": powers * 0 + 2}.get(scales, powers)
+    rules["v_scale"] = (10**powers).float().to(device)
+    out = paged_attn(*case.args(), **rules)
+    args = case.q.double(), *case.args()[1:]
+    want = reference.paged_attn(*args, **{n: wide(x) for n, x in rules.items()})
+    largest = want.abs().amax(-1)
+    error = (out.double() - want).abs().amax(-1)
+    close = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}[dtype]
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert (error <= close * largest + least).all(), (error / largest).nan_to_num(0).max()
+
+
+def wide(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+@pytest.mark.gpu
+@each_code
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_of_pages_that_the_cpu_refuses(form, dtype, code):
+    """CUDA does not read scales on the host. If all are 0, so is the result. NaN and infinity show
+    in the sequence that has the page, and in no other one."""
+    case, rules = scaled_case(form, code, dtype, "cuda")
+    scale = rules["v_scale"] = torch.zeros(len(case.k_cache), 2, device="cuda")
+    out, lse = paged_attn(*case.args(), **rules, return_lse=True)
+    assert not out.any()
+    scale.fill_(0.01)
+    before = paged_attn(*case.args(), **rules, return_lse=True)
+    assert same_bits(lse, before[1]) and before[0].isfinite().all()
+    scale[case.block_table[1].long()[:1], 0] = 0
+    some, _ = paged_attn(*case.args(), **rules, return_lse=True)
+    assert some.isfinite().all()
+    n = case.queries[0]
+    for bad in (math.nan, math.inf):
+        scale[case.block_table[0, 0].long(), 0] = bad
+        out, lse = paged_attn(*case.args(), **rules, return_lse=True)
+        group = out.shape[1] // 2
+        assert not out[:n, :group].isfinite().any(-1).any()
+        assert same_bits(out[n:], some[n:]) and same_bits(out[:, group:], some[:, group:])
+        assert same_bits(lse, before[1])

@@ -223,7 +223,7 @@ def test_a_mixture_of_experts_is_served_in_few_bits(model_dir, tmp_path, recipe)
         answers.append(answer_of(model, prompt))
     assert answers[0] == answers[1] and len(answers[0]) == 12
     assert command.kept_experts(ready(few).model.model) == ""
-    kept = command.kept_experts(ready(plain, recipe="int8").model.model)
+    kept = command.kept_experts(ready(plain, recipe="mxfp8").model.model)
     assert kept == "; its experts keep their dtype"
 
 

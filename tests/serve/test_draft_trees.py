@@ -97,6 +97,37 @@ def test_a_streak_counts_branches():
     assert found[0][1] == 0 and found[1][1] == 1 and found[1][-1] == 6
 
 
+def test_what_is_expected_of_a_draft():
+    """No more than it may have tokens: one where a token repeats itself."""
+    ngrams, tokens = NGrams(), [1, 2, 3, 4, 5, 1, 2]
+    ngrams.streak(tokens)
+    assert ngrams.expected(3) == 0.5 + 0.25 + 0.125 and ngrams.expected(0) == 0
+    ngrams.streak(tokens + [9])  # 3 was wrong, and nothing has followed 2 9
+    assert ngrams.right == 0.4375 and ngrams.expected(3) == 0
+    once = NGrams()
+    once.streak([7, 7, 7, 7])
+    assert once.expected(3) == 0.5
+    once.streak([7, 7, 7, 7, 7])
+    assert once.expected(3) == once.right == 0.5625
+
+
+def test_ngrams_are_learned_token_by_token_and_at_once():
+    draw = random.Random(3)
+    for _ in range(50):
+        tokens = [draw.randrange(3) for _ in range(draw.randrange(40))]
+        whole, parts = NGrams(), NGrams()
+        whole.draft(tokens, 3)
+        for n in sorted(draw.randrange(len(tokens) + 1) for _ in range(4)):
+            parts.draft(tokens[:n], 3)
+        parts.draft(tokens, 3)
+        assert whole.after == parts.after and whole.earlier == parts.earlier
+        for n in whole.sizes:
+            assert len(whole.earlier[n]) == len(tokens)
+            for end, before in enumerate(whole.earlier[n]):
+                same = [e for e in range(n, end) if tokens[e - n : e] == tokens[end - n : end]]
+                assert before == (max(same, default=-1) if end >= n else -1)
+
+
 def test_right_follows_what_was_drawn():
     draft = Draft([4, 1, 7, 9, 8], [-1, 0, -1, 2, 2])
     assert draft.right([4, 1, 3, 0, 0, 0]) == [0, 1]
@@ -288,8 +319,8 @@ def test_a_request_behind_the_window_has_one_branch(kind):
     trees = []
     begin = model.begin
 
-    def watched(handles, counts, mask=None):
-        begin(handles, counts, mask)
+    def watched(handles, counts, mask=None, rows=None):
+        begin(handles, counts, mask, rows)
         trees.append(mask is not None)
 
     model.begin = watched
@@ -334,45 +365,9 @@ def test_other_ranks_copy_the_same_tokens(net, monkeypatch):
     assert torch.equal(first.cache.v, second.cache.v)
 
 
-class Gated(TransformersModel):
-    """Says that steps of one token each are captured, as on CUDA, and captures none."""
-
-    asked = True
-
-    def captures(self, counts):
-        return self.asked and max(counts) == 1
-
-    def begin(self, *args):
-        self.asked = False
-        super().begin(*args)
-        self.asked = True
-
-
-@pytest.mark.parametrize("branches", (2, 4))
-def test_drafts_beside_captured_steps_are_as_long_as_what_pays(net, wanted, branches):
-    """There are none until some would have been right in a row. The first then has as many tokens."""
-    (prompt,) = prompts_of(30, seed=1)
-    model = Gated(net, 16)
-    model.captured_batch = 4
-    engine = Engine(model, max_drafts=4, draft_branches=branches)
-    request = engine.submit(Request(prompt, max_tokens=60))
-    longest, begin = [], engine._begin
-
-    def watched(chunks):
-        longest.append(max(chunk.draft.depths[-1] if chunk.draft else 0 for chunk in chunks))
-        begin(chunks)
-
-    engine._begin = watched
-    run(engine)
-    assert request.answer == wanted(prompt, 60) and all_free(engine)
-    first = next(i for i, n in enumerate(longest) if n)
-    assert first > 3 and longest[first] >= 2 and engine.metrics.accepted > 5
-
-
 @pytest.mark.gpu
 def test_captured_steps_beside_branches():
-    """Steps with branches are not captured, and come where they pay. Tables of captured steps are as
-    wide as the longest sequence may be, and trees have been longer."""
+    """Without `prepare` steps with branches are not captured, and come where they pay."""
     net = random_llama("tiny", "cuda")
     patch(net, say=None)
     model = TransformersModel(net, 64, captured_batch=4)

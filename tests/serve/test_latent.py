@@ -17,6 +17,7 @@ from torch_gpukern.serve import (
     loading,
     memory,
     models,
+    probe,
     served,
     shards,
 )
@@ -180,6 +181,21 @@ def test_the_flag_for_8_bits(directory):
     assert 32 * memory.bytes_of_page(model.model, 16, 1, 1) == model.cache.nbytes
     with pytest.raises(ValueError, match=r"--kv-cache is int8, and the model caches latents"):
         ready(directory, cache="int8")
+
+
+@pytest.mark.parametrize("recipe", (None, "fp8", "w8"))
+def test_8_bits_are_compared_with_rounded_latents(directory, recipe, monkeypatch):
+    """The rounding of latents alone sends tokens to other experts, so logits are far from those of
+    latents in float32. A wrong attention would still show."""
+    model = ready(directory, cache="e4m3", recipe=recipe)
+    net, found = model.model, probe.over_pages(model)
+    plain = probe.alone(net, model.vocab, "eager")
+    with probe.rounded_latents(model):
+        want = probe.alone(net, model.vocab, "eager")
+    assert probe.apart(found, want) < 2e-3 < 0.05 < probe.apart(found, plain)
+    monkeypatch.setattr(probe, "_rounding", lambda expand: expand)
+    with pytest.raises(ValueError, match="its logits over pages are off by"):
+        served(net, 16, dtype=torch.uint8)
 
 
 def test_a_recipe_leaves_the_expansion(directory):

@@ -185,7 +185,8 @@ def test_what_may_be_off_follows_the_models_own_rounding(monkeypatch):
     for own, most in ((0.0, 0.03), (0.01, 0.03), (0.055, 0.11), (0.3, 0.6), (0.9, 0.7)):
         monkeypatch.setattr(probe, "rounding", lambda *_, own=own: own)
         assert probe.most_off(net, want) == pytest.approx(most)
-        assert probe.most_off(net, want, coded=True) == pytest.approx(min(3 * most, 0.7))
+        assert probe.most_off(net, want, coded=torch.int8) == pytest.approx(min(3 * most, 0.7))
+        assert probe.most_off(net, want, coded=torch.uint8) == pytest.approx(most)
     assert probe.most_off(net.float(), want) == probe.EXACT
 
 

@@ -3,8 +3,8 @@
 FLOPs.
 
 Options describe the call. Every op of `torch_gpukern.EXPLAINED` has an entry in `CALLS`: its
-options, and a function that makes the op's arguments from them. The options do not cover all
-arguments of an op, such as sinks; `torch_gpukern.explain` takes them all.
+options, and a function that makes the op's arguments from them. Some arguments, such as sinks, have
+no option. `torch_gpukern.explain` takes all arguments.
 """
 
 import argparse
@@ -35,15 +35,16 @@ _GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nv
 
 @dataclass(frozen=True)
 class Call:
-    """An op of the command.
+    """How the command describes calls of an op.
 
     Attributes:
         sizes: the names of positional number options.
         dtypes: the choices of --dtype, the CPU's default first.
         add: adds further options.
-        make: makes the op's positional and keyword arguments from the options. Explaining reads
-            only shapes and lengths. A measured call has normally distributed values, or codes of 1.
-        tiles: the names of a tile's four numbers.
+        make: makes the op's positional and keyword arguments from the options. `explain` reads only
+            shapes and lengths, so values are written only for a measured call: normally
+            distributed ones, or codes of 1.
+        tiles: the names of the four numbers in explain's "tile"; "" for one that is not used.
     """
 
     sizes: str
@@ -228,7 +229,7 @@ def _weight(args: argparse.Namespace) -> tuple[list, dict]:
         columns = 64 * tiles
     packed = _filled(args, 0x11, tiles, -(-k // 64), tile, dtype=torch.uint8)
     a = _dense(args, m, k)
-    # the dtypes of the scales that `gpukern.nn.quantize` makes
+    # the dtypes of the scales that `torch_gpukern.nn.quantize` makes
     dtype = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(args.format, a.dtype)
     scale = _filled(args, 1, -(-k // group), columns, dtype=dtype)
     if args.format == "uint4":
@@ -253,7 +254,7 @@ def _add_grouped(p: argparse.ArgumentParser) -> None:
         "--scales",
         choices=("row", "block"),
         default="row",
-        help="scales of 8-bit floats; block: 1x128 for a, 128x128 for b",
+        help="scales of 8-bit codes; block: 1x128 for a, 128x128 for b",
     )
 
 
@@ -272,7 +273,8 @@ def _grouped(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _sparse(args: argparse.Namespace) -> tuple[list, dict]:
-    """Each four elements of w keep the first two. Their places 0 and 1, two bits each, give 4."""
+    """w keeps the first two of every four elements. `meta` stores their places, 0 and 1, in two bits
+    each: the number 4, twice in a byte."""
     m, n, k = args.m, args.n, args.k
     make = _codes if args.dtype in _CODES else _dense
     meta = _filled(args, 0x44, n, -(-k // 8), dtype=torch.uint8)
@@ -419,7 +421,7 @@ CALLS = {
     "paged_attn": Call("", DTYPES, _add_paged, _paged, _ATTENTION),
     "scaled_gemm": Call("m n k", _CODES, _add_scaled, _scaled),
     "weight_gemm": Call("m n k", _SHORT, _add_weight, _weight),
-    "grouped_gemm": Call("m n k", _WIDE | _FP8, _add_grouped, _grouped),
+    "grouped_gemm": Call("m n k", _WIDE | _CODES, _add_grouped, _grouped),
     "sparse_gemm": Call("m n k", _SHORT | _CODES, _nothing, _sparse),
     "quantize": Call("m n", _WIDE, _add_codes, _quantize),
     "silu_mul_quantize": Call("m n", _WIDE, _add_codes, _gated_codes),
@@ -450,7 +452,7 @@ def _default_dtype(call: Call, gpu: bool) -> str:
 
 
 def _microseconds(us: float) -> str:
-    """A time with one digit behind the point, or with two digits that are not 0 if it is below 1."""
+    """A time with one decimal, or with two significant digits if it is below 1."""
     return f"{us:.1f}" if us >= 1 else f"{us:.2g}"
 
 
@@ -460,7 +462,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.arch and (args.measure or args.device != "cpu"):
         raise ValueError(
-            "--arch describes a GPU that need not exist: it takes neither --device nor --measure"
+            "--arch describes a GPU that need not exist; leave out --device and --measure, or --arch"
         )
     with _in_memory():
         call, rules = CALLS[args.op].make(args)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern roofline: saved benchmark rows under the ceilings of their machine, as
-PNG and HTML.
+"""``gpukern roofline``: a roofline chart of saved benchmark rows, as PNG and HTML.
 
-A row, one case of a benchmark, is drawn at its FLOPs per byte and its rate. The ceilings are those
-measured in the same run and, for a known machine, the nominal ones. Bytes are the least that an op
-must move: inputs read once, outputs written once. FLOPs per byte follow from
+A row is one case of a benchmark. It is drawn at its FLOPs per byte and its rate, under two kinds of
+ceilings: those measured in the same run and, for a known machine, the nominal ones. Bytes are the
+least that an op must move: inputs read once, outputs written once.
 
-    the row's percent of the roofline, if bandwidth bounds it;
-    otherwise its shape: gemm by M, N, K; attention by its sequence length, assuming as many heads
-    of keys as of queries.
+The saved files do not have FLOPs per byte. They follow from
 
-Other rows are counted, but not drawn.
+- the row's percent of the roofline, if bandwidth bounds it;
+- otherwise its shape: M, N and K of gemm, the sequence length of attention (as if there were as many
+  key heads as query heads).
+
+A row with neither is counted, but not drawn.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ NOMINAL = {
         "read": 2039.0,
     },
 }
-# The clock in GHz at which the nominal rates hold. Counted cycles divided by it are a time.
+# The clock in GHz at which the nominal rates hold. A number of cycles divided by it is a time.
 GHZ = {"NVIDIA H200": 1.83, "NVIDIA H100 80GB HBM3": 1.83, "NVIDIA A100-SXM4-80GB": 1.41}
-# The time of a kernel that does almost nothing: its start and end in a graph (1.1 us) and one busy
-# access to memory (0.9 us), on an H200 and an H100 (learn/patterns.md, graph and occupancy). A call
-# whose ceilings allow less time is bound by latency.
+# The time of a kernel that does almost nothing, measured on an H200 and an H100: its start and end in
+# a graph take 1.1 us, one access to busy memory takes 0.9 us (learn/patterns.md, graph and occupancy).
+# If a call's ceilings allow less time than that, its bound is latency.
 LATENCY_US = 2.0
 ELEM_BYTES = {"f32": 4, "tf32": 4, "bf16": 2, "f16": 2}
 COLORS = {
@@ -66,8 +67,8 @@ _ATTENTION = re.compile(r"(forward|backward) (full|causal)\b.*")
 
 @dataclass(frozen=True)
 class Point:
-    """A row's place in the chart: intensity (FLOPs per byte), GFLOP/s, percent of its roofline, and
-    its bound: "memory", "compute" or "latency"."""
+    """A row in the chart: its intensity (FLOPs per byte), its rate in GFLOP/s, the percent of its
+    roofline that it reaches, and its bound, "memory", "compute" or "latency"."""
 
     bench: str
     name: str
@@ -94,10 +95,9 @@ def _intensity_of_shape(bench: str, row: dict) -> float | None:
 
 
 def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Point | None:
-    """The place of a saved row; None if the file does not determine it.
+    """The `Point` of a saved row. None if its FLOPs per byte do not follow from the file.
 
-    latency_us: the time of a call that does almost nothing. A call whose ceilings allow less time
-    is bound by latency.
+    latency_us: the time of a call that does almost nothing, as LATENCY_US.
     """
     percent, us = row.get("roofline_percent"), row["us"]
     if not percent or row["dtype"] not in peaks or row["dtype"] not in ELEM_BYTES:
@@ -106,7 +106,8 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
     ridge = peaks[row["dtype"]] / peaks["read"]
     if row["unit"] == "GFLOP/s":
         gflops = row["rate"]
-        # a higher percent of the roofline than of the peak FLOP/s: bandwidth is the bound
+        # If the row reaches more percent of its roofline than of the peak FLOP/s, its ceiling is
+        # lower than the peak: bandwidth is the bound. 101 instead of 100 allows for rounding.
         if percent > 101 * gflops / peaks[row["dtype"]]:
             intensity = gflops / (percent / 100 * peaks["read"])
         elif of_shape is None:
@@ -125,7 +126,7 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
 
 
 def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict, list[Point], int]:
-    """(device, peaks by dtype, points, number of rows without a place) of a file in
+    """(device, peaks by dtype, points, number of rows that cannot be drawn) of a file in
     benchmarks/results/."""
     saved = results.load(path)
     peaks: dict[str, float] = {}
@@ -142,9 +143,7 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
                 points.append(point)
             without += point is None
     if not points:
-        raise ValueError(
-            f"{path}: no row of {', '.join(benches or saved['benches'])} can be placed"
-        )
+        raise ValueError(f"{path}: no row of {', '.join(benches or saved['benches'])} can be drawn")
     return saved["device"], peaks, points, without
 
 
@@ -338,14 +337,14 @@ def _html_table(points: list[Point]) -> str:
 
 
 def html(device: str, peaks: dict, points: list[Point], without: int, source: str) -> str:
-    """A page without scripts or links: the chart as SVG, with rows' names as tooltips, and the
-    table, worst row first."""
+    """A page without scripts or links. It has the chart as SVG, with the rows' names as tooltips, and
+    a table of the rows, worst first."""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Roofline of '
         f"{escape(device)}</title>\n"
         "<style>body{font-family:sans-serif}td,th{padding:1px 8px;text-align:right}</style>\n"
-        f"<h1>{escape(device)}</h1>\n<p>{len(points)} rows of {escape(source)}; {without} more "
-        f"have no FLOPs per byte there. "
+        f"<h1>{escape(device)}</h1>\n<p>{len(points)} rows of {escape(source)}. {without} more rows "
+        f"are not drawn, because their FLOPs per byte are unknown. "
         f"Solid ceilings were measured in the same run, dashed ones are nominal. Across: FLOPs "
         f"per byte; up: GFLOP/s.</p>\n"
         + _svg(points, _ceilings(device, peaks, points))
@@ -367,11 +366,13 @@ def _counted_bound(flops: float, read_bytes: float, device: str) -> str:
 
 
 def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
-    """A table of the FLOPs per byte that L2 and memory really moved, from ncu's counters in a file
-    with the columns of learn/counters.csv.
+    """A table of FLOPs per byte by the bytes that were really read from L2 and from memory, which ncu
+    counted. The file has the columns of learn/counters.csv. Bytes that are written are not counted.
 
-    Only rows whose name contains `what` are used. flops: the FLOPs of one launch of each. The
-    counters do not include bytes that are written. Raises ValueError if no row can be used.
+    flops: the FLOPs of one launch.
+    what: only rows whose name contains this text are used.
+
+    Raises ValueError if no row can be used.
     """
     with path.open() as lines:
         rows = list(csv.DictReader(lines))
@@ -405,10 +406,10 @@ def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
 
 
 def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[Point]]:
-    """(device, points): two points for each row, at its FLOPs per byte of L2 and of memory. The
-    rate is that of the counted cycles at the clock GHZ.
+    """(device, points) of the same file. A row gives two points, one at its FLOPs per byte of L2 and
+    one at those of memory. Its rate follows from the counted cycles and the clock in GHZ.
 
-    Only rows of the first device with a nominal rate are used, because others have other ceilings.
+    Only rows of one device are used, the first one in NOMINAL: another device has other ceilings.
     """
     cycles = "sm__cycles_elapsed.max"
     with path.open() as lines:
@@ -445,7 +446,7 @@ def _positive(text: str) -> float:
     return value
 
 
-_positive.__name__ = "float"  # argparse names it if float() fails
+_positive.__name__ = "float"  # argparse's error text has this name if float() fails
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:

@@ -21,12 +21,12 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be {bound}, got {value}")
         return value
 
-    parse.__name__ = "int"  # argparse names it if int() fails
+    parse.__name__ = "int"  # argparse's error text has this name if int() fails
     return parse
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Text with aligned columns: the first to the left, the others to the right."""
+    """Text in columns: the first is aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -40,10 +40,10 @@ def fields(rows: Sequence[tuple[str, object]]) -> str:
 
 
 def device_of(text: str) -> torch.device:
-    """The device of that name; ValueError if no calls can run on it."""
+    """The device of that name. Raises ValueError if no call can run on it."""
     try:
         device = torch.device(text)
-    except RuntimeError:  # torch's text lists every device type that any build may have
+    except RuntimeError:  # torch's own text lists device types that this build does not have
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {text}; it must be cpu, cuda or cuda:<index>")
@@ -57,7 +57,8 @@ def device_of(text: str) -> torch.device:
 
 
 def with_progress(items: Sequence, what: str) -> Iterator:
-    """Yields the items. Shows a bar that names them if tqdm is installed, otherwise a line each."""
+    """Yields the items and names each on stderr: in a progress bar if tqdm is installed, otherwise
+    in a line of its own."""
     for item, bar in _counted(items, what, "shape", lambda item: f": {item}"):
         if bar is not None:
             bar.set_postfix_str(str(item))
@@ -65,14 +66,14 @@ def with_progress(items: Sequence, what: str) -> Iterator:
 
 
 def progress(items: Iterable, what: str, unit: str) -> Iterator:
-    """Yields the items. Shows a bar if tqdm is installed, otherwise a line each, without names."""
+    """As `with_progress`, without names."""
     for item, _ in _counted(items, what, unit, lambda item: ""):
         yield item
 
 
 def bar_on_terminal(what: str, unit: str, count: Callable[[], int]) -> Any:
-    """A tqdm bar of `count()` items, which the caller moves; None where stderr is no terminal or
-    tqdm is not installed. `count` is asked only for a bar."""
+    """A tqdm bar of `count()` items, which the caller advances. None if stderr is not a terminal or
+    tqdm is not installed; then `count` is not called."""
     if not sys.stderr.isatty():
         return None
     try:

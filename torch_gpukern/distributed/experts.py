@@ -18,13 +18,15 @@ __all__ = ["expert_parallel", "shard_experts"]
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows: [sum(sent), H], sent[r] for each rank r, to [sum(met), H], met[r] from
+    """An all-to-all of rows: [sum(sent), H], sent[r] for each rank r, to [sum(received), H], received[r] from
     each rank r. Backward sends the gradient the opposite way."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
-        ctx.back = met, sent, ranks
-        return exchange(rows, sent, met, ranks)
+    def forward(
+        ctx, rows: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks
+    ) -> Tensor:
+        ctx.back = received, sent, ranks
+        return exchange(rows, sent, received, ranks)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -146,21 +148,23 @@ def expert_parallel(
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, own)
     every_one = [1] * ranks.size
     incoming = exchange(counts, every_one, every_one, ranks)  # [ranks, this one's experts]
-    sent, met = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
+    sent, received = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
 
     order = order[: sum(sent)]
-    rows = _Exchange.apply(_Chosen.apply(x, order, each), sent, met, ranks)
+    rows = _Exchange.apply(_Chosen.apply(x, order, each), sent, received, ranks)
     # received rows are ordered by rank, then by expert; grouped products need them ordered by
     # expert
     here = torch.arange(own, device=x.device).repeat(ranks.size)
-    here = here.repeat_interleave(incoming.flatten(), output_size=sum(met))
+    here = here.repeat_interleave(incoming.flatten(), output_size=sum(received))
     places = torch.sort(here, stable=True).indices
-    back = torch.empty_like(places).scatter_(0, places, torch.arange(sum(met), device=x.device))
+    back = torch.empty_like(places).scatter_(
+        0, places, torch.arange(sum(received), device=x.device)
+    )
     last = incoming.sum(0).cumsum(0).to(torch.int32)
     rows = _Permuted.apply(rows, places, back)
     rows = gate(grouped_gemm(rows, up, last, bias=up_bias))
     rows = grouped_gemm(rows, down, last, bias=down_bias)
-    rows = _Exchange.apply(_Permuted.apply(rows, back, places), met, sent, ranks)
+    rows = _Exchange.apply(_Permuted.apply(rows, back, places), received, sent, ranks)
 
     rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy_(0, order, rows)
     return weighted_sum(rows, weight_of, chosen).to(x.dtype)

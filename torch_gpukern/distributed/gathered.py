@@ -27,7 +27,9 @@ class _Keys:
     """All ranks' K and V [B, Hkv, S, D], stored [S, B, Hkv, D], while they are gathered."""
 
     def __init__(self, k: Tensor, v: Tensor, cut: Cut, ranks: Ranks):
-        self._moving = transport.Gather(cut, ranks, *(x.movedim(2, 0) for x in (k, v)), lent=True)
+        self._moving = transport.Gather(
+            cut, ranks, *(x.movedim(2, 0) for x in (k, v)), in_buffer=True
+        )
 
     def before(self, end: int) -> list[Tensor]:
         """K and V of the first `end` tokens, once they have arrived."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small sums over the GPUs of one host by one kernel: each rank writes its part into the other
-ranks' mailboxes, which lie in torch's symmetric memory.
+"""Small sums over the GPUs of one host by one kernel. Each rank writes its part into the other
+ranks' mailboxes, buffers in torch's symmetric memory (csrc/cuda/collective/sum_over_ranks.cu).
 
 A set of mailboxes may only serve calls that run one after the other. So each stream has a set of
-its own. Each capture into a CUDA graph has one too, since two graphs may replay at the same time.
-The mailboxes of a capture are never freed.
+its own. Each capture into a CUDA graph has one, too, because two graphs may replay at the same
+time. The mailboxes of a capture are never freed.
 """
 
 import torch
@@ -17,10 +17,9 @@ from .symmetric import Symmetric, reaches_all
 
 __all__ = ["mailboxes_for"]
 
-# The largest x in bytes. With two ranks each writes all of x, which takes 6 us at this size: as
-# much time as this path saves, two kernels and the start of NCCL. With more ranks each rank sums a
-# part of a large x, and writes at most 1.5 times as many bytes
-# (csrc/cuda/collective/sum_over_ranks.cu).
+# The largest x in bytes. With two ranks each rank writes all of x, which takes 6 us at this size.
+# That is as much as NCCL's start and its second kernel, which this path saves. With more ranks each
+# rank sums a part of a large x, and writes at most 1.5 times as many bytes.
 MOST_BYTES = 2 << 20
 _LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
 _MOST_CHUNKS = 4
@@ -35,7 +34,8 @@ class _Chunk:
     """Symmetric memory, zeroed on every rank, from which mailboxes are allocated."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
-        self.size, self.free = chunk_bytes(ranks.size), 0
+        self.size = chunk_bytes(ranks.size)
+        self.used = 0
         self._symmetric = Symmetric(self.size, ranks, device)
         self._symmetric.data.zero_()
         torch.cuda.synchronize(device)
@@ -44,10 +44,10 @@ class _Chunk:
 
     def cut(self, size: int, ranks: int) -> list[Tensor] | None:
         """Each rank's next `size` bytes; None if the chunk has less."""
-        at = self.free
+        at = self.used
         if at + size > self.size:
             return None
-        self.free += size
+        self.used += size
         return [
             self._symmetric.handle.get_buffer(r, (size,), torch.uint8, at) for r in range(ranks)
         ]
@@ -63,7 +63,8 @@ class _Mailboxes:
         self._of: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def of(self, elements: int) -> list[Tensor] | None:
-        """Each rank's mailboxes for the current stream; None in a capture that finds no room."""
+        """Each rank's mailboxes for the current stream. None in a capture if no chunk has enough
+        memory left."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         capture = ops.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
         most = max(_LEAST_ELEMENTS, 1 << (elements - 1).bit_length())
@@ -72,19 +73,17 @@ class _Mailboxes:
         if found is None:
             size = ops.mailbox_bytes(most, self._ranks.size)
             if not capture:
-                self._make_room(size)
-            found = next(
-                (x for x in (chunk.cut(size, self._ranks.size) for chunk in self._chunks) if x),
-                None,
-            )
-            if found is not None:
-                self._of[key] = found
+                self._reserve(size)
+            for chunk in self._chunks:
+                if found := chunk.cut(size, self._ranks.size):
+                    self._of[key] = found
+                    break
         return found
 
-    def _make_room(self, size: int) -> None:
-        """Makes sure that `size` bytes and half a chunk more are free. Captures cannot allocate
-        chunks, so they need the reserve."""
-        free = max((chunk.size - chunk.free for chunk in self._chunks), default=0)
+    def _reserve(self, size: int) -> None:
+        """Allocates a chunk unless one has `size` bytes and half a chunk more free. A capture cannot
+        allocate chunks, so the half is for later captures."""
+        free = max((chunk.size - chunk.used for chunk in self._chunks), default=0)
         reserve = chunk_bytes(self._ranks.size) // 2
         if free < reserve + size and len(self._chunks) < _MOST_CHUNKS:
             self._chunks.append(_Chunk(self._ranks, self._device))

@@ -418,9 +418,9 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, inner: list[int], ranks: 
         by_rank = ranks.size == 2 or any(column_major for _, column_major in operands)
         inner = [k for k, _ in operands]
         room = (
-            transport.room_by_rank(cut.length, b.shape[1], a, operands)
+            transport.sizes_by_rank(cut.length, b.shape[1], a, operands)
             if by_rank
-            else transport.room_by_columns(cut.length, b.shape[1], a, inner)
+            else transport.sizes_by_columns(cut.length, b.shape[1], a, inner)
         )
         pool = transport.pool_for(a.device, ranks, sum(room))
         if pool is not None and by_rank:

@@ -20,7 +20,7 @@ Group = ProcessGroup | DeviceMesh | None
 
 
 def process_group(group: Group) -> ProcessGroup:
-    """The `ProcessGroup` that `group` stands for; None is the group of all ranks."""
+    """`group` as a `ProcessGroup`; None is the group of all ranks."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
@@ -33,8 +33,7 @@ def process_group(group: Group) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):
         raise ValueError(
             f"group must be a ProcessGroup, a DeviceMesh of 1 dimension or None, got "
-            f"{type(group).__name__}; "
-            "is torch.distributed initialised, and this rank a member?"
+            f"{type(group).__name__}; is torch.distributed initialised, and is this rank a member?"
         )
     return group
 
@@ -89,7 +88,8 @@ def rank_in(name: str) -> int:
 
 
 def checked(device: torch.device) -> bool:
-    """Whether ranks compare their calls: not if switched off, nor in a CUDA graph's capture."""
+    """Whether ranks compare their calls. They do unless GPUKERN_DIST_CHECK is 0 or a CUDA graph is
+    being captured."""
     if os.environ.get("GPUKERN_DIST_CHECK") == "0":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -104,12 +104,13 @@ def agree(
 ) -> list[int]:
     """Checks that all ranks make the same call. If they do not, every rank raises ValueError.
 
-    describe: returns what must be the same on all ranks, by argument. It may raise any error about
-    this rank's own arguments. The other ranks are told, so that none waits for a rank that has
-    left.
+    describe: returns the values that must be the same on all ranks, by argument. It may raise any
+    error about this rank's own arguments. The other ranks then raise, too, instead of waiting for
+    this one.
     rows: a number that may differ by rank.
 
-    Returns every rank's `rows`. If ranks do not compare calls, this rank's number stands for all.
+    Returns every rank's `rows`. If ranks do not compare calls, all are assumed to have this rank's
+    number.
     """
     if not checked(device):
         describe()
@@ -122,19 +123,19 @@ def agree(
     # The second number flags an error: if all ranks raise the same one, their digests are equal.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, error is not None, rows], dtype=torch.int64, device=device)
-    met = sent.new_empty(ranks.size * 3)
+    received = sent.new_empty(ranks.size * 3)
     # TORCH_NCCL_BLOCKING_WAIT limits only the handle's `wait`. Without it, tolist() below would
     # wait for a dead rank for ever.
-    all_gather(met, sent, group=ranks.group, async_op=True).wait()
-    digests = met.view(ranks.size, 3).tolist()
+    all_gather(received, sent, group=ranks.group, async_op=True).wait()
+    digests = received.view(ranks.size, 3).tolist()
     failed = any(bad for _, bad, _ in digests)
     if not failed and len({number for number, _, _ in digests}) == 1:
         return [each for _, _, each in digests]
-    told: list[Any] = [None] * ranks.size
-    dist.all_gather_object(told, text, group=ranks.group)
+    texts: list[Any] = [None] * ranks.size
+    dist.all_gather_object(texts, text, group=ranks.group)
     if error is not None:
         raise error
-    calls = [json.loads(x) for x in told]
+    calls = [json.loads(x) for x in texts]
     for rank, (_, wrong) in enumerate(calls):
         if wrong is not None:
             raise ValueError(f"{op}: rank {rank} refused the call: {wrong}")

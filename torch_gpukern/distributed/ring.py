@@ -17,16 +17,16 @@ class _Line:
     def __init__(self, cut: Cut, ranks: Ranks):
         self._ring, self._cut = transport.Ring(ranks), cut
 
-    def post(self, held: list[Tensor], owner: int) -> tuple[list[Tensor], list]:
-        """Sends `held` to the next rank. Returns the buffers that receive the tokens of rank
+    def post(self, keys_values: list[Tensor], owner: int) -> tuple[list[Tensor], list]:
+        """Sends `keys_values` to the next rank. Returns the buffers that receive the tokens of rank
         `owner`, and works to wait for."""
         tokens = self._cut.tokens(owner)
-        shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in held]
+        shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in keys_values]
         most = (
-            sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in held)
+            sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in keys_values)
             * self._cut.most
         )
-        return self._ring.post(held, shapes, most)
+        return self._ring.post(keys_values, shapes, most)
 
 
 def attend(
@@ -39,26 +39,26 @@ def attend(
     line = _Line(cut, ranks)
     mine = cut.segments(ranks.rank)
     merged: list[tuple[Tensor, Tensor] | None] = [None] * len(mine)
-    held = [k.contiguous(), v.contiguous()]
+    keys_values = [k.contiguous(), v.contiguous()]
     for step in range(ranks.size):
         owner = (ranks.rank - step) % ranks.size
-        met, posted = [], []
+        received, posted = [], []
         if step < ranks.size - 1:
-            met, posted = line.post(held, (owner - 1) % ranks.size)
+            received, posted = line.post(keys_values, (owner - 1) % ranks.size)
         for i, (at, start, end) in enumerate(mine):
             queries = q[:, :, at : at + end - start]
             for key_at, key_start, key_end in cut.segments(owner):
                 first = merged[i] is None  # computed even if no key is seen: it counts the sinks
                 if not first and not call.sees((start, end), (key_start, key_end)):
                     continue
-                keys = (x[:, :, key_at : key_at + key_end - key_start] for x in held)
+                keys = (x[:, :, key_at : key_at + key_end - key_start] for x in keys_values)
                 if first:
                     merged[i] = forward(queries, *keys, call, start - key_start, wide)
                 else:
                     accumulate(queries, *keys, call.but(sinks=None), start - key_start, *merged[i])
         for work in posted:
             work.wait()
-        held = met
+        keys_values = received
     for (at, start, end), found in zip(mine, merged, strict=True):
         rows = slice(at, at + end - start)
         out[:, :, rows], lse[:, :, rows] = found
@@ -83,8 +83,8 @@ def differentiate(
     line = _Line(cut, ranks)
     mine = cut.segments(ranks.rank)
     dq = q.new_zeros(q.shape, dtype=wide)
-    held = [k.contiguous(), v.contiguous()]
-    sums = [x.new_zeros(x.shape, dtype=wide) for x in held]
+    keys_values = [k.contiguous(), v.contiguous()]
+    sums = [x.new_zeros(x.shape, dtype=wide) for x in keys_values]
     # The CPU corrects the gradient of sinks for the rounding of out (see _of_sinks). GPUs do not,
     # on one rank or many.
     shares = (
@@ -97,7 +97,7 @@ def differentiate(
         owner = (ranks.rank - step) % ranks.size
         before = (owner - 1) % ranks.size
         last = step == ranks.size - 1
-        met, posted = line.post(held, before) if not last else ([], [])
+        received, posted = line.post(keys_values, before) if not last else ([], [])
         for at, start, end in mine:
             rows = slice(at, at + end - start)
             for key_at, key_start, key_end in cut.segments(owner):
@@ -106,7 +106,7 @@ def differentiate(
                 keys = slice(key_at, key_at + key_end - key_start)
                 grads = backward(
                     *(x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q)),
-                    *(x[:, :, keys] for x in held),
+                    *(x[:, :, keys] for x in keys_values),
                     out[:, :, rows],
                     lse[:, :, rows],
                     of_block,
@@ -123,7 +123,7 @@ def differentiate(
         sums, summed = line.post(sums, before)
         for work in summed:
             work.wait()
-        held = met
+        keys_values = received
     dsinks = None
     if call.sinks is not None:
         dsinks = _of_sinks(grad_out, grad_lse, out, lse, call.sinks, shares)

@@ -84,14 +84,14 @@ class Cut:
 
     def order(self) -> list[tuple[int, int, int]]:
         """(rank, first local token, tokens) of each chunk, in the order of the whole sequence."""
-        pieces = []
+        chunks = []
         for rank, spans in enumerate(self.spans):
             at = 0
             for start, end in spans:
                 if end > start:
-                    pieces.append((start, rank, at, end - start))
+                    chunks.append((start, rank, at, end - start))
                 at += end - start
-        return [(rank, at, tokens) for _, rank, at, tokens in sorted(pieces)]
+        return [(rank, at, tokens) for _, rank, at, tokens in sorted(chunks)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,8 +117,8 @@ def _check_tokens(
 
 
 def whole_cut(op: str, ranks: Ranks, seq_len: int | None, layout: str, **tokens: int) -> Cut:
-    """The cut of the whole sequence, once every argument's number of tokens on this rank fits it.
-    Without seq_len, the length follows from the first argument."""
+    """The cut of the whole sequence. Raises ValueError if an argument does not have the tokens that
+    this rank holds. Without seq_len, the length follows from the first argument."""
     total = total_of(next(iter(tokens.values())), ranks.size, seq_len)
     cut = cut_of(total, ranks.size, layout)
     of = f"a sequence of {total} that is cut {layout} over {ranks.size} ranks (shard_sequence)"
@@ -211,7 +211,7 @@ def gather_sequence(
         [..., S, ...] contiguous.
 
     Gradients: x. The result is the same on every rank, so its gradient must be the same, too. Each
-    rank takes its tokens' part of its own gradient and nothing is summed.
+    rank takes its own tokens' gradient, and nothing is summed over ranks.
 
     Raises:
         ValueError: on every rank, if shapes, dtypes or arguments do not match.

@@ -92,8 +92,8 @@ class Pool:
         self._use()
         fits = [x for x in self._buffers if not x.busy and x.data.numel() >= size]
         found = next((x for x in fits if x.released < self.barriers), None)
-        held = sum(x.data.numel() for x in self._buffers)
-        if found is None and len(self._buffers) < _MOST_BUFFERS and held + size <= _HELD_BYTES:
+        in_use = sum(x.data.numel() for x in self._buffers)
+        if found is None and len(self._buffers) < _MOST_BUFFERS and in_use + size <= _HELD_BYTES:
             found = self._made(size)
         if found is None and fits:
             found = fits[0]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Transfers between ranks: gathers, sums to owners, all-reduces, exchanges and the ring.
 
-The tokens are the first dimension of every buffer, so that the tokens a rank sends or receives are
-contiguous. A transfer takes copy engines where they serve (symmetric.py), otherwise the backend's
-collectives or point-to-point calls. In a docstring, "the whole" is the tensor over all ranks'
-tokens, and a `cut` (sequence.Cut) says which tokens each rank holds.
+Tokens are the first dimension of every buffer, so that the tokens that a rank sends or receives
+are contiguous. If all GPUs of the group can read each other's memory (symmetric.py), copy engines
+do a transfer. Otherwise the backend's collectives or point-to-point calls do.
+
+In this file "the whole" is the tensor over all ranks' tokens, and a `cut` (sequence.Cut) says which
+tokens each rank holds. A "run" is a range of consecutive tokens. Ranks are visited in the order of
+`Ranks.around`: at step s a rank sends to the rank s after it and receives from the rank s before.
 """
 
 import itertools
@@ -44,27 +47,29 @@ class Gather:
     place. All ranks' first runs are sent before their second ones.
 
     own: whether this rank's own rows are copied into the whole, too.
-    lent: the caller reads the whole only until `done`. Then the whole may lie in the buffer that
-    the other ranks read from, which saves a copy of each row.
+    in_buffer: the whole may be a view of the buffer that the other ranks read from, which saves a
+    copy of each row. The caller must not read it after `done`.
     """
 
-    def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
+    def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, in_buffer: bool = False):
         self._cut, self._ranks = cut, ranks
         self._runs = [cut.segments(rank) for rank in range(ranks.size)]
         # for each stage: the NCCL works to wait for, or one event for each copied rank, in the
         # order of the copies
         self._posted: list[list] = []
-        # by rank: the event after its last copy, in the order of these copies
-        self._came: dict[int, torch.cuda.Event] = {}
-        self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
+        # for each rank the event after the last copy from it, in the order of these copies
+        self._last_copy: dict[int, torch.cuda.Event] = {}
+        self._pool = None
+        if in_buffer:
+            self._pool = pool_for(xs[0].device, ranks, sum(_padded_sizes(xs, cut.length)))
         if self._pool is not None:
-            self._pull_lent(xs)
+            self._pull_in_buffer(xs)
             return
         self.whole = [x.new_empty((cut.length, *x.shape[1:])) for x in xs]
-        room = _room(xs, cut.most)
-        self._pool = pool_for(xs[0].device, ranks, sum(room))
+        sizes = _padded_sizes(xs, cut.most)
+        self._pool = pool_for(xs[0].device, ranks, sum(sizes))
         if self._pool is not None:
-            self._pull([_bytes(x) for x in xs], room)
+            self._pull([_bytes(x) for x in xs], sizes)
         else:
             self._exchange([_bytes(x.contiguous()) for x in xs])
         if own:
@@ -93,54 +98,56 @@ class Gather:
                         calls.append(_receive(_bytes(whole)[start:end], source, ranks))
             self._posted.append(_post(calls))
 
-    def _pull_lent(self, xs: Sequence[Tensor]) -> None:
-        """Starts copies if the whole lies in the buffers. A rank writes its own rows at their place
-        in its buffer and copies the others' rows from the same place of their buffers."""
+    def _pull_in_buffer(self, xs: Sequence[Tensor]) -> None:
+        """Starts the copies of a whole that is a view of this rank's buffer. Every rank's buffer
+        has the same layout. A rank writes its own rows to its buffer and copies the others' rows
+        from the same offsets of their buffers."""
         pool, ranks, dtypes = self._pool, self._ranks, [x.dtype for x in xs]
         xs = [_bytes(x) for x in xs]
-        room = _room(xs, self._cut.length)
-        self._buffer = pool.take(sum(room))
+        sizes = _padded_sizes(xs, self._cut.length)
+        self._buffer = pool.take(sum(sizes))
         shapes = [(self._cut.length, *x.shape[1:]) for x in xs]
-        places = _places(room, xs)
+        offsets = _offsets(sizes, xs)
 
-        def of(rank: int) -> list[Tensor]:
-            parts = zip(shapes, xs, places, strict=True)
+        def views(rank: int) -> list[Tensor]:
+            parts = zip(shapes, xs, offsets, strict=True)
             return [
-                pool.view(self._buffer, rank, shape, x.dtype, place) for shape, x, place in parts
+                pool.view(self._buffer, rank, shape, x.dtype, offset) for shape, x, offset in parts
             ]
 
-        wholes = of(ranks.rank)
+        wholes = views(ranks.rank)
         for x, whole in zip(xs, wholes, strict=True):
             for at, start, end in self._runs[ranks.rank]:
                 _copy(whole[start:end], x[at : at + end - start])
         pool.barrier(self._buffer)
 
         def copy(source: int, at: int, start: int, end: int) -> None:
-            for whole, theirs in zip(wholes, of(source), strict=True):
+            for whole, theirs in zip(wholes, views(source), strict=True):
                 whole[start:end].copy_(theirs[start:end])
 
         self._copy_others(copy)
         self.whole = [whole.view(dtype) for whole, dtype in zip(wholes, dtypes, strict=True)]
 
-    def _pull(self, xs: list[Tensor], room: list[int]) -> None:
-        """Starts copies from the ranks' buffers, which hold their own tokens only, to the whole."""
+    def _pull(self, xs: list[Tensor], sizes: list[int]) -> None:
+        """Starts the copies of a whole in memory of its own. The ranks' buffers hold their own
+        tokens only."""
         pool, ranks = self._pool, self._ranks
-        self._buffer, places = _offered(pool, ranks, xs, room)
+        self._buffer, offsets = _put_into_buffer(pool, ranks, xs, sizes)
 
         def copy(source: int, at: int, start: int, end: int) -> None:
-            for place, whole in zip(places, map(_bytes, self.whole), strict=True):
+            for offset, whole in zip(offsets, map(_bytes, self.whole), strict=True):
                 each = math.prod(whole.shape[1:])
                 shape = (end - start, *whole.shape[1:])
                 whole[start:end].copy_(
-                    pool.view(self._buffer, source, shape, whole.dtype, place + at * each)
+                    pool.view(self._buffer, source, shape, whole.dtype, offset + at * each)
                 )
 
         self._copy_others(copy)
 
     def _copy_others(self, copy: Callable[[int, int, int, int], None]) -> None:
         """Calls copy(source, at, start, end) for the other ranks' runs on the pool's stream, stage
-        by stage, and records an event after each copy. Within a stage, each rank begins with the
-        rank before it and goes down, so that no two ranks read from the same rank at a time."""
+        by stage, and records an event after each copy. In each step of a stage every rank reads
+        from a different one, so no rank's link is shared."""
         pool, ranks = self._pool, self._ranks
         with pool.copying():
             for runs in self._stages():
@@ -150,8 +157,8 @@ class Gather:
                     if runs[source]:
                         copy(source, *runs[source])
                         event = pool.stream.record_event()
-                        self._came.pop(source, None)  # an earlier run's; the rank moves to the end
-                        self._came[source] = event
+                        self._last_copy.pop(source, None)  # so that the rank moves to the end
+                        self._last_copy[source] = event
                         posted.append(event)
                 self._posted.append(posted)
 
@@ -165,9 +172,9 @@ class Gather:
         """Lets work that is issued later read the rows of the `steps` ranks before this one. Only
         if `by_copies`."""
         wanted = {self._ranks.around(step)[1] for step in range(1, steps + 1)}
-        for source in reversed(self._came):
+        for source in reversed(self._last_copy):
             if source in wanted:  # copies run in order, so this event implies the earlier ones
-                event = self._came[source]
+                event = self._last_copy[source]
                 torch.cuda.current_stream(self.whole[0].device).wait_event(event)
                 return
 
@@ -191,7 +198,8 @@ class Gather:
         return self.whole
 
     def done(self) -> None:
-        """Waits for all tokens and releases the buffer. With `lent`, all reads must be issued."""
+        """Waits for all tokens and releases the buffer. With `in_buffer`, all reads of the whole
+        must have been issued."""
         self.wait()
         if self._pool is not None:
             self._pool.release(self._buffer)
@@ -222,35 +230,35 @@ def _padded(size: int) -> int:
     return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
 
 
-def _room(xs: Sequence[Tensor], tokens: int) -> list[int]:
-    """The padded bytes that `tokens` tokens of each tensor take in a buffer."""
+def _padded_sizes(xs: Sequence[Tensor], tokens: int) -> list[int]:
+    """The bytes that `tokens` tokens of each tensor take in a buffer, with padding."""
     return [_padded(tokens * math.prod(x.shape[1:]) * x.element_size()) for x in xs]
 
 
-def _places(room: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
+def _offsets(sizes: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
     """The offset of each tensor in a buffer, in its elements."""
-    return [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
+    return [at // x.element_size() for at, x in zip(itertools.accumulate(sizes, initial=0), xs)]
 
 
-def _offered(
-    pool, ranks: Ranks, xs: Sequence[Tensor], room: Sequence[int], unread: tuple[int, int] = (0, 0)
+def _put_into_buffer(
+    pool, ranks: Ranks, xs: Sequence[Tensor], sizes: Sequence[int], unread: tuple[int, int] = (0, 0)
 ):
     """Takes a buffer of the pool and copies this rank's xs into it. Returns the buffer and the
     offset of each x in elements. Work that is issued later on the current stream, or on the pool's
     stream inside `copying`, may read the other ranks' xs.
 
-    room: the padded bytes of each tensor, the same on all ranks.
+    sizes: the padded bytes of each tensor, the same on all ranks.
     unread: rows [start, end) of the first tensor that no other rank reads; they are not copied.
     """
-    buffer, places = pool.take(sum(room)), _places(room, xs)
-    for i, (place, x) in enumerate(zip(places, xs, strict=True)):
-        mine = pool.view(buffer, ranks.rank, x.shape, x.dtype, place)
+    buffer, offsets = pool.take(sum(sizes)), _offsets(sizes, xs)
+    for i, (offset, x) in enumerate(zip(offsets, xs, strict=True)):
+        mine = pool.view(buffer, ranks.rank, x.shape, x.dtype, offset)
         start, end = unread if i == 0 else (0, 0)
         for rows in (slice(0, start), slice(end, None)):
             if mine[rows].numel():
                 _copy(mine[rows], x[rows])
     pool.barrier(buffer)
-    return buffer, places
+    return buffer, offsets
 
 
 def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
@@ -260,9 +268,9 @@ def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
     return moving.whole[0]
 
 
-def _all_gather(met: Tensor, sent: Tensor, ranks: Ranks) -> None:
+def _all_gather(received: Tensor, sent: Tensor, ranks: Ranks) -> None:
     if sent.numel():
-        all_gather(_bytes(met), _bytes(sent), group=ranks.group)
+        all_gather(_bytes(received), _bytes(sent), group=ranks.group)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -280,19 +288,19 @@ def tokens_of(x: Tensor, cut, rank: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def exchange(rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
-    """An all-to-all of rows of unequal counts.
+def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Tensor:
+    """An all-to-all in which the numbers of rows differ.
 
-    rows: [sum(sent), ...], the sent[r] rows for rank r in rank order. Returns [sum(met), ...], the
-    met[r] rows from rank r in rank order.
+    rows: [sum(sent), ...], first the sent[0] rows for rank 0, then those for rank 1, and so on.
+    Returns [sum(received), ...], first the received[0] rows from rank 0, and so on.
     """
     trailing = rows.shape[1:]
     each = trailing.numel()
-    out = rows.new_empty((sum(met), *trailing))
+    out = rows.new_empty((sum(received), *trailing))
     dist.all_to_all_single(
         out.view(-1),
         rows.reshape(-1),
-        [n * each for n in met],
+        [n * each for n in received],
         [n * each for n in sent],
         group=ranks.group,
     )
@@ -316,20 +324,17 @@ class ToOwners:
     """
 
     def __init__(self, cut, ranks: Ranks, *likes: Tensor):
-        self._cut, self._ranks, self._posted, self._kept, self._sent, self._like = (
-            cut,
-            ranks,
-            [],
-            [],
-            [],
-            likes[0],
-        )
+        self._cut, self._ranks, self._like = cut, ranks, likes[0]
+        self._posted: list = []  # NCCL works to wait for
+        self._kept: list = []  # tensors that are being sent
+        self._sent: list = []  # an event after each copy_rows
         self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
-        room = _room(likes, cut.most)  # the bytes that one rank sends to another
-        self._slot, self._starts = sum(room), list(itertools.accumulate(room, initial=0))
-        self._pool = pool_for(likes[0].device, ranks, self._slot * (ranks.size - 1))
+        sizes = _padded_sizes(likes, cut.most)
+        # The buffer has a part for each other rank, into which that rank writes all tensors.
+        self._part_bytes, self._starts = sum(sizes), list(itertools.accumulate(sizes, initial=0))
+        self._pool = pool_for(likes[0].device, ranks, self._part_bytes * (ranks.size - 1))
         if self._pool is not None:
-            self._buffer = self._pool.take(self._slot * (ranks.size - 1))
+            self._buffer = self._pool.take(self._part_bytes * (ranks.size - 1))
         tokens = cut.tokens(ranks.rank)
         self._parts = [
             [self._part(i, r, (tokens, *x.shape[1:]), x) for r in range(ranks.size)]
@@ -347,13 +352,12 @@ class ToOwners:
 
     def _place(self, i: int, source: int, owner: int, like: Tensor) -> int:
         """The element of the owner's buffer at which tensor i from `source` begins."""
-        return (
-            self._slot * ((source - owner - 1) % self._ranks.size) + self._starts[i]
-        ) // like.element_size()
+        part = (source - owner - 1) % self._ranks.size
+        return (self._part_bytes * part + self._starts[i]) // like.element_size()
 
     @property
     def by_copies(self) -> bool:
-        """Whether copy engines serve. `landing`, `copy_rows` and `arrived` work only then."""
+        """Whether copy engines do the transfer. `landing`, `copy_rows` and `arrived` need them."""
         return self._pool is not None
 
     def landing(self, step: int, start: int, end: int) -> Tensor:
@@ -373,9 +377,8 @@ class ToOwners:
         self._sent.append(self._pool.stream.record_event())
 
     def arrived(self, sent: int | None = None) -> list[Tensor]:
-        """What each rank has sent of the first tensor (empty for this rank itself). Work issued
-        later may read what the ranks sent by their first `sent` calls of `copy_rows` (None: all).
-        """
+        """The rows of the first tensor that each rank has sent (empty for this rank itself). Work
+        issued later may read the rows of the first `sent` calls of `copy_rows` (None: of all)."""
         for event in self._sent if sent is None else self._sent[:sent]:
             torch.cuda.current_stream(self._like.device).wait_event(event)
         self._pool.barrier(self._buffer)
@@ -450,44 +453,45 @@ class OperandsByRank:
 
     def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: Sequence[tuple]):
         self._pool, self._like = pool, a
-        columns, room = b.shape[1], room_by_rank(cut.length, b.shape[1], a, inner)
+        columns, sizes = b.shape[1], sizes_by_rank(cut.length, b.shape[1], a, inner)
         ((first, last),) = cut.spans[ranks.rank]
-        self._buffer, places = _offered(
-            pool, ranks, (a, b.t() if inner[ranks.rank][1] else b), room, unread=(first, last)
+        self._buffer, offsets = _put_into_buffer(
+            pool, ranks, (a, b.t() if inner[ranks.rank][1] else b), sizes, unread=(first, last)
         )
         sources = [ranks.around(step)[1] for step in range(1, ranks.size)]
-        self._came = []
+        self._received = []
         for k, by_columns in (inner[source] for source in sources):
             matrix = b.new_empty((columns, k) if by_columns else (k, columns))
-            self._came.append((a.new_empty((last - first, k)), matrix))
+            self._received.append((a.new_empty((last - first, k)), matrix))
         self._column_major = [inner[source][1] for source in sources]
         self._events = []
         with pool.copying():
-            for source, pair in zip(sources, self._came, strict=True):
-                for x, place in zip(pair, (places[0] + first * inner[source][0], places[1])):
+            for source, pair in zip(sources, self._received, strict=True):
+                starts = offsets[0] + first * inner[source][0], offsets[1]
+                for x, start in zip(pair, starts, strict=True):
                     if x.numel():
-                        x.copy_(pool.view(self._buffer, source, x.shape, x.dtype, place))
+                        x.copy_(pool.view(self._buffer, source, x.shape, x.dtype, start))
                 self._events.append(pool.stream.record_event())
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (a's rows, b) of each other rank. Work issued later may read them."""
         for (rows, matrix), column_major, event in zip(
-            self._came, self._column_major, self._events, strict=True
+            self._received, self._column_major, self._events, strict=True
         ):
             torch.cuda.current_stream(self._like.device).wait_event(event)
             yield rows, matrix.t() if column_major else matrix
         self._pool.release(self._buffer)
 
 
-def room_by_rank(rows: int, columns: int, like: Tensor, inner: Sequence[tuple]) -> list[int]:
+def sizes_by_rank(rows: int, columns: int, like: Tensor, inner: Sequence[tuple]) -> list[int]:
     """The padded bytes of a [rows, k] and b [k, columns] of the rank with the largest k."""
     most = max(k for k, _ in inner)
     return [_padded(n * most * like.element_size()) for n in (rows, columns)]
 
 
 class OperandsByColumns:
-    """Transfers the same operands by blocks of columns: this rank's rows of a over the whole inner
-    dimension, then the whole b, `width` columns at a time.
+    """Transfers the same operands as `OperandsByRank` in another order: first this rank's rows of a
+    over the whole inner dimension K, then the whole b, `width` columns at a time.
 
     A buffer holds b as [blocks, K, width], so that a rank's part of a block is contiguous. Each
     rank writes its own part, and copies the other ranks' parts to the same offsets of its buffer.
@@ -498,8 +502,9 @@ class OperandsByColumns:
     def __init__(self, pool, ranks: Ranks, a: Tensor, b: Tensor, cut, inner: list[int], width: int):
         self._pool, self._like, own = pool, a, ranks.rank
         starts = list(itertools.accumulate(inner, initial=0))
-        room = room_by_columns(cut.length, b.shape[1], a, inner)
-        self._buffer, place = pool.take(sum(room)), room[0] // a.element_size()
+        sizes = sizes_by_columns(cut.length, b.shape[1], a, inner)
+        self._buffer = pool.take(sum(sizes))
+        start_of_b = sizes[0] // a.element_size()
         ((first, last),) = cut.spans[own]
 
         def rows_of_a(rank: int, start: int, end: int) -> Tensor:
@@ -509,7 +514,7 @@ class OperandsByColumns:
         def block(rank: int, at: int, of: int) -> Tensor:
             """The part that rank `of` has of the block at column `at`, in the buffer of `rank`."""
             wide = min(width, b.shape[1] - at)
-            start = place + starts[-1] * at + starts[of] * wide
+            start = start_of_b + starts[-1] * at + starts[of] * wide
             return pool.view(self._buffer, rank, (inner[of], wide), b.dtype, start)
 
         self._starts_at = range(0, b.shape[1], width)
@@ -537,14 +542,14 @@ class OperandsByColumns:
                 own,
                 (starts[-1], min(width, b.shape[1] - at)),
                 b.dtype,
-                place + starts[-1] * at,
+                start_of_b + starts[-1] * at,
             )
             for at in self._starts_at
         ]
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields (first column, this rank's rows of a, the block of b). Work issued before the
-        iterator ends may read them: then the buffer is released."""
+        """Yields (first column, this rank's rows of a, the block of b). Work may read them if it is
+        issued before the iterator ends, which releases the buffer."""
         rows = None
         for at, matrix, event in zip(self._starts_at, self._blocks, self._events, strict=True):
             torch.cuda.current_stream(self._like.device).wait_event(event)
@@ -553,7 +558,7 @@ class OperandsByColumns:
         self._pool.release(self._buffer)
 
 
-def room_by_columns(rows: int, columns: int, like: Tensor, inner: list[int]) -> list[int]:
+def sizes_by_columns(rows: int, columns: int, like: Tensor, inner: list[int]) -> list[int]:
     """The padded bytes of a [rows, the largest k] and of b [all k, columns]."""
     sizes = rows * max(inner), columns * sum(inner)
     return [_padded(n * like.element_size()) for n in sizes]
@@ -606,8 +611,8 @@ def _sum_in_mailboxes(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor | N
     return out
 
 
-# Up to this many bytes over all ranks, each rank sends its whole x to all: one exchange. Above,
-# rows go to their owners and come back summed: two exchanges of a rank's share each.
+# Up to this many bytes over all ranks, each rank sends its whole x to all others: one exchange.
+# Larger sums take two smaller ones: rows are sent to their owners, and come back summed.
 ONE_EXCHANGE_BYTES = 4 << 20
 
 
@@ -627,9 +632,9 @@ def reduced(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
 
 def all_of(x: Tensor, ranks: Ranks) -> list[Tensor]:
     """Every rank's x, in rank order; all have the same shape."""
-    met = x.new_empty((ranks.size, *x.shape))
-    _all_gather(met.flatten(), x.contiguous().flatten(), ranks)
-    return list(met.unbind())
+    received = x.new_empty((ranks.size, *x.shape))
+    _all_gather(received.flatten(), x.contiguous().flatten(), ranks)
+    return list(received.unbind())
 
 
 class Ring:
@@ -647,35 +652,39 @@ class Ring:
 
         most: the most bytes that any rank sends in this step; the same number on all ranks.
         """
-        met = [x.new_empty(tuple(shape)) for x, shape in zip(sent, shapes, strict=True)]
+        received = [x.new_empty(tuple(shape)) for x, shape in zip(sent, shapes, strict=True)]
         pool = pool_for(sent[0].device, self.ranks, most + _ALIGNED * len(sent))
         if pool is not None:
-            return met, [_Pulled(pool, self.ranks.rank, self.before, sent, met, most)]
+            return received, [_Pulled(pool, self.ranks.rank, self.before, sent, received, most)]
         calls = [_send(x, self.next, self.ranks) for x in sent]
-        return met, _post([*calls, *(_receive(x, self.before, self.ranks) for x in met)])
+        calls += [_receive(x, self.before, self.ranks) for x in received]
+        return received, _post(calls)
 
 
 class _Pulled:
     """A ring step by copy engines: copies what the previous rank has put into its buffer."""
 
     def __init__(
-        self, pool, rank: int, before: int, sent: Sequence[Tensor], met: Sequence[Tensor], most: int
+        self,
+        pool,
+        rank: int,
+        before: int,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        most: int,
     ):
         self._pool, self._buffer = pool, pool.take(most + _ALIGNED * len(sent))
-        for place, x in zip(self._places(sent), sent, strict=True):
-            pool.view(self._buffer, rank, x.shape, x.dtype, place).copy_(x)
+        for offset, x in zip(self._offsets(sent), sent, strict=True):
+            pool.view(self._buffer, rank, x.shape, x.dtype, offset).copy_(x)
         pool.barrier(self._buffer)
         with pool.copying():
-            for place, x in zip(self._places(met), met, strict=True):
-                x.copy_(pool.view(self._buffer, before, x.shape, x.dtype, place))
+            for offset, x in zip(self._offsets(received), received, strict=True):
+                x.copy_(pool.view(self._buffer, before, x.shape, x.dtype, offset))
         self._done = pool.stream.record_event()
 
     @staticmethod
-    def _places(xs: Sequence[Tensor]) -> list[int]:
-        starts = itertools.accumulate(
-            (_padded(x.numel() * x.element_size()) for x in xs), initial=0
-        )
-        return [start // x.element_size() for start, x in zip(starts, xs)]
+    def _offsets(xs: Sequence[Tensor]) -> list[int]:
+        return _offsets([_padded(x.numel() * x.element_size()) for x in xs], xs)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._buffer.data.device).wait_event(self._done)

@@ -17,9 +17,10 @@ def _to_heads(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
     """From all heads of this rank's tokens, [B, H, its tokens, ...], to this rank's heads of all
     tokens, [B, H / ranks, S, ...]."""
     parts = [part.movedim(2, 0).contiguous() for part in x.chunk(ranks.size, dim=1)]
-    met = transport.swap(parts, [cut.tokens(r) for r in range(ranks.size)], ranks)
+    received = transport.swap(parts, [cut.tokens(r) for r in range(ranks.size)], ranks)
     whole = torch.cat(
-        [met[rank].narrow(0, at, tokens) for rank, at, tokens in cut.order()] or [met[0][:0]]
+        [received[rank].narrow(0, at, tokens) for rank, at, tokens in cut.order()]
+        or [received[0][:0]]
     )
     return whole.movedim(0, 2)
 
@@ -28,8 +29,8 @@ def _to_tokens(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
     """The inverse of `_to_heads`: from [B, H / ranks, S, ...] to [B, H, its tokens, ...]."""
     whole = x.movedim(2, 0)
     parts = [transport.tokens_of(whole, cut, r).contiguous() for r in range(ranks.size)]
-    met = transport.swap(parts, [cut.tokens(ranks.rank)] * ranks.size, ranks)
-    return torch.cat([part.movedim(0, 2) for part in met], dim=1)
+    received = transport.swap(parts, [cut.tokens(ranks.rank)] * ranks.size, ranks)
+    return torch.cat([part.movedim(0, 2) for part in received], dim=1)
 
 
 def _mine(call: Call, q: Tensor, ranks: Ranks) -> Call:

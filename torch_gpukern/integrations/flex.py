@@ -138,12 +138,12 @@ def flex_attention(
         if return_lse:
             raise ValueError(
                 f"{NAMESPACE}::flex_attention: return_lse and return_aux are given; pass "
-                "return_aux=AuxRequest(lse=True) alone"
+                "only return_aux=AuxRequest(lse=True)"
             )
         if return_aux.max_scores:
             raise ValueError(
                 f"{NAMESPACE}::flex_attention: return_aux requests max_scores, which flash_attn "
-                "does not keep; request lse alone"
+                "does not keep; request only lse"
             )
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ValueError(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PEFT: adapters over layers of ours, after `register`.
+"""PEFT: adapters over our layers.
 
-PEFT takes `gnn.Linear`, `Fp8Linear` and `QatLinear` for LoRA as they are, since they are nn.Linear.
-`register` adds the two cases that it refuses: LoRA over a `QuantizedLinear`, whose weight is no
-parameter, and GLoRA over a `gnn.Linear`. After it ``target_modules="all-linear"`` finds the
-quantised layers, which it would leave out.
+PEFT accepts `gnn.Linear`, `Fp8Linear` and `QatLinear` for LoRA, because they are subclasses of
+nn.Linear. `register` adds two cases that it refuses: LoRA over a `QuantizedLinear`, whose weight is not
+a parameter, and GLoRA over a `gnn.Linear`. It also lets ``target_modules="all-linear"`` find quantised
+layers.
 """
 
 from typing import Any
@@ -24,14 +24,14 @@ from ..nn.quant.quantized import QuantizedLinear
 
 __all__ = ["QuantizedLoraLinear", "register"]
 
-# Initialisations that leave the base layer's weight as it is. The others (PiSSA, OLoRA, LoftQ,
-# CorDA) subtract from it, which a weight in few bits cannot take.
+# Initialisations that do not change the base layer's weight. The others (PiSSA, OLoRA, LoftQ, CorDA)
+# subtract from it, and a quantised weight would be rounded again.
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 _ALL_LINEAR = "_maybe_include_all_linear_layers"  # of PEFT's tuners_utils
 
 
 class QuantizedLoraLinear(_lora_layer.Linear):
-    """LoRA over a `QuantizedLinear`: the base's product in few bits plus the adapter's.
+    """LoRA over a `QuantizedLinear`: the quantised product plus the adapter's product.
 
     Raises:
         ValueError: DoRA, or an initialisation that changes the base's weight.
@@ -50,13 +50,12 @@ class QuantizedLoraLinear(_lora_layer.Linear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         base = self.get_base_layer()
-        if not isinstance(base, QuantizedLinear):  # Quantized.restore was called since
+        if not isinstance(base, QuantizedLinear):  # Quantized.restore was called in the meantime
             super().merge(safe_merge, adapter_names)
             return
         raise NotImplementedError(
             f"gpukern: an adapter cannot be merged into a QuantizedLinear of recipe {base.scheme}, "
-            f"whose weight would be rounded again; call Quantized.restore() first, or keep the "
-            f"adapter apart"
+            f"whose weight would be rounded again; call Quantized.restore() first, or do not merge"
         )
 
 
@@ -84,13 +83,13 @@ def register() -> None:
     A second call does nothing. Call it before ``PeftModel.from_pretrained``, too.
 
     Raises:
-        ImportError: peft is not installed, or dispatches layers in another way.
+        ImportError: peft is not installed, or chooses layers in another way.
     """
     if not hasattr(_lora_model, "dispatch_default"):
         import peft
 
         raise ImportError(
-            f"torch_gpukern: peft {peft.__version__} dispatches layers in another way: pip install "
+            f"torch_gpukern: peft {peft.__version__} chooses layers in another way: pip install "
             f"--upgrade peft"
         )
     if not hasattr(_lora_model.dispatch_default, "_gpukern_before"):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """transformers: ``attn_implementation="gpukern"`` after `register`.
 
-transformers asks for a mask once a forward pass and hands it to every layer. Most masks are a causal
-rule, a window and one interval of keys a sequence. A `Rule` of these travels as a small int32
-tensor, and no matrix is made. Every other mask is a matrix: a bool one becomes `flash_attn`'s
-attn_mask, a float one its bias. What is of neither form is refused by name.
+transformers asks for a mask once in a forward pass and hands it to every layer. Most masks are a
+causal rule, a window, and one interval of keys for each sequence. `_mask` answers with a `Rule` of
+these three, packed into a small int32 tensor, and no matrix is made. Every other mask stays a
+matrix. `_attention` passes a bool matrix to `flash_attn` as attn_mask and a float matrix as bias. It
+refuses anything else by name.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ..ops import flash_attn, flash_attn_varlen
 from ..ops.fakes import stats_dtype
 from .transformers_accelerate import Accelerated, change
 from .transformers_experts import register_experts
-from .transformers_latent import LatentCache, kept_by
+from .transformers_latent import LatentCache, latent_layer_of
 
 __all__ = ["Accelerated", "LatentCache", "accelerate", "register", "register_continuous_batching"]
 
@@ -61,14 +62,14 @@ def accelerate(
         quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings,
             heads (classifiers, too) and routers stay.
         loss: whether the loss of causal models is replaced.
-        say: is called with each line of the report; None says nothing.
+        say: called with each line of the report; None prints nothing.
 
     Returns:
         `Accelerated`, whose ``restore()`` undoes all of it.
 
     Raises:
         TypeError: there is no transformers model in `model`.
-        ValueError: no such recipe. Nothing is changed then.
+        ValueError: no such recipe. If accelerate raises, nothing is changed.
     """
     inner = (
         next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
@@ -77,7 +78,7 @@ def accelerate(
     )
     if inner is None:
         raise TypeError(
-            f"gpukern accelerate: model must be a transformers model or hold one, got "
+            f"gpukern accelerate: model must be a transformers model or contain one, got "
             f"{type(model).__name__}; torch_gpukern.nn.patch takes any module"
         )
     register()
@@ -103,25 +104,22 @@ def register(name: str = "gpukern") -> None:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="gpukern")
         model.set_attn_implementation("gpukern")  # or later
 
-    Served, in training and inference, eager and compiled: causal and bidirectional attention,
+    Supported in training and inference, eager and compiled: causal and bidirectional attention,
     sliding windows, softcap, sinks, grouped heads, Dv != D, padding on either side, dynamic and
-    static caches, chunked prefill and later turns over a cache, packed sequences (by position_ids
-    or cu_seq_lens_q).
+    static caches, chunked prefill and later turns of a chat over a cache, packed sequences (by
+    position_ids or cu_seq_lens_q), masks that are matrices, custom mask functions, blocks of tokens
+    that see each other, chunked attention, position biases, and padding between tokens.
+
+    The forward pass raises ValueError for output_attentions and sparse indices, and says what to use
+    instead. Compiled code cannot look at a mask's values. There, packed position_ids, blocks and
+    padding between tokens raise when the model runs (on CUDA as a failed device assertion).
 
     Args:
-        name: what to call it. transformers takes names with "flash" in them for packages of its
-            own.
+        name: the name to register. transformers reserves names with "flash" in them for packages.
 
     Raises:
         ValueError: a name with "flash" in it.
-        ImportError: a transformers whose masks are asked for in another way.
-
-    Also served: masks that are matrices, custom mask functions of a model or user, blocks of tokens
-    that see each other, chunked attention, position biases, and padding between tokens.
-
-    The forward pass raises ValueError, with what to use instead, for output_attentions and sparse
-    indices. Compiled code cannot look at a mask's values: there packed position_ids, blocks, and
-    padding between tokens raise when the model runs (on CUDA as a failed device assertion).
+        ImportError: a transformers whose mask interface differs.
     """
     if "flash" in name:
         raise ValueError(
@@ -132,8 +130,7 @@ def register(name: str = "gpukern") -> None:
         import transformers
 
         raise ImportError(
-            f"torch_gpukern: transformers {transformers.__version__} asks for masks in a way of "
-            f"its own: "
+            f"torch_gpukern: transformers {transformers.__version__} has another mask interface: "
             "pip install --upgrade transformers"
         )
     AttentionInterface.register(name, _attention_of_parts)
@@ -150,22 +147,27 @@ _SDPA = 'use attn_implementation="sdpa" or "eager"'
 
 # ---- the rule, as a tensor -----------------------------------------------------------------------
 
-# transformers passes a mask on only as a tensor of four dimensions, and compiled code must know the
-# kind of rule without reading one. So the kind and the window are sizes of dimensions, stretched at
-# stride 0, and only numbers that a device computes are values. No model has _NO_HEADS heads: added
-# to scores by a model that has an attention of its own, this fails.
+# transformers hands a mask to a layer only if it is a tensor of four dimensions. Compiled code may
+# read a tensor's sizes, but not its values. So a Rule's tensor is [B, heads, kind, values]:
+#
+# - dimension 2 has kind + 1 elements, where kind is a sum of the bits below;
+# - dimension 1 has _NO_HEADS elements, or _NO_HEADS + 1 + window if there is a window;
+# - the values are the Rule's tensors (first, end and so on), which only the device knows.
+#
+# Dimensions 1 and 2 have stride 0, so the tensor has the memory of its values. No model has
+# _NO_HEADS heads or more: if a model with an attention of its own adds this tensor to its scores,
+# the addition fails instead of giving wrong results.
 _NO_HEADS = 257
-_CAUSAL, _BOUNDED, _TOP_LEFT, _PLACED, _PACKED, _CHECKED = (1 << i for i in range(6))
+_CAUSAL, _BOUNDED, _TOP_LEFT, _POSITIONED, _PACKED, _GUESSED = (1 << i for i in range(6))
 
 
 class Rule(NamedTuple):
     """Which keys a query sees.
 
-    Query i of sequence b stands at key ``i + q_start[b]``; without q_start the last query stands at
-    the last key, or, where top_left, the first at the first. It sees keys in ``[first[b],
-    end[b])``, at most `window` away from where it stands, and, where causal, none beyond.
-    cu_seqlens: the batch is packed sequences. holds: whether `holds_at` found the rule true;
-    compiled code cannot ask before it runs.
+    Query i of sequence b has the position of key ``i + q_start[b]``. Without q_start, the last query
+    has the position of the last key; if top_left, the first query has that of the first key. A query
+    sees the keys in ``[first[b], end[b])`` that are at most `window` keys away from its position. If
+    causal, it sees none behind its position.
     """
 
     causal: bool
@@ -174,20 +176,23 @@ class Rule(NamedTuple):
     first: Tensor | None = None  # [B] int32
     end: Tensor | None = None  # [B] int32
     q_start: Tensor | None = None  # [B] int32
-    cu_seqlens: Tensor | None = None  # [N + 1] int32
-    holds: Tensor | None = None  # [B] int32
+    cu_seqlens: Tensor | None = None  # [N + 1] int32: the batch is packed sequences
+    # [B] int32: compiled code guessed the rule, and this is 1 where the guess is right (`_guess_holds`)
+    holds: Tensor | None = None
 
     def to_tensor(self, batch: int, device: torch.device | str) -> Tensor:
-        """[B, window, kind, values] int32; a packed batch has B = 1."""
-        kind, columns = _CAUSAL * self.causal + _TOP_LEFT * self.top_left, []
+        """[B, heads, kind, values] int32, as described above; a packed batch has B = 1."""
+        kind = _CAUSAL * self.causal + _TOP_LEFT * self.top_left
+        columns = []
         for bit, values in (
             (_BOUNDED, (self.first, self.end)),
-            (_PLACED, (self.q_start,)),
-            (_CHECKED, (self.holds,)),
+            (_POSITIONED, (self.q_start,)),
+            (_GUESSED, (self.holds,)),
             (_PACKED, (self.cu_seqlens,)),
         ):
             if values[0] is not None:
-                kind, columns = kind + bit, [*columns, *values]
+                kind += bit
+                columns += values
         if self.cu_seqlens is not None:
             values = self.cu_seqlens[None]
         elif columns:
@@ -217,9 +222,9 @@ class Rule(NamedTuple):
         columns = iter(values.unbind(1))
         if kind & _BOUNDED:
             found |= {"first": next(columns), "end": next(columns)}
-        if kind & _PLACED:
+        if kind & _POSITIONED:
             found["q_start"] = next(columns)
-        if kind & _CHECKED:
+        if kind & _GUESSED:
             found["holds"] = next(columns)
         return cls(**found, top_left=bool(kind & _TOP_LEFT))
 
@@ -235,8 +240,8 @@ def is_rule(mask: Any) -> bool:
 
 # ---- from transformers' mask to a rule -----------------------------------------------------------
 
-# Models (config.model_type) whose attention computes with the elements of the mask before it passes
-# the mask on, most of them to hide keys that an indexer did not choose. They get a matrix.
+# Models (config.model_type) whose attention changes the elements of the mask, most of them to hide
+# keys that an indexer did not choose. They get a matrix.
 MATRICES = frozenset(
     (
         "axk2",
@@ -252,7 +257,7 @@ MATRICES = frozenset(
         "qwen4_exp_text",
     )
 )
-# Of these, models that expect the 0 and -inf of "eager"
+# Those of them that expect a float matrix of 0 and the lowest number, as "eager" has it.
 FLOATS = frozenset(("deepseek_v4",))
 
 
@@ -303,7 +308,7 @@ def _mask(
         and attention_mask is None
         and kwargs.get("allow_is_bidirectional_skip")
     ):
-        return None  # as for "sdpa": BEiT adds its bias to a mask where there is one
+        return None  # as for "sdpa": BEiT adds its bias to a mask if there is one
     try:
         rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
     except _NoRule:
@@ -312,10 +317,10 @@ def _mask(
         return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(
             1, device
         )
-    doubts = []
+    checks = []  # [B] bool each: whether what compiled code assumes is true
     if rule.holds is not None:
-        doubts.append(
-            _holds_at(
+        checks.append(
+            _guess_holds(
                 rule, mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device
             )
         )
@@ -329,16 +334,16 @@ def _mask(
         if hides:
             rule = rule._replace(first=first, end=end)
             if one_run is not None:
-                doubts.append(one_run)
-    if doubts:
-        rule = rule._replace(holds=torch.stack(doubts).all(0))
+                checks.append(one_run)
+    if checks:
+        rule = rule._replace(holds=torch.stack(checks).all(0))
     if rule.causal or rule.window is not None:
-        rule = _stand(rule, q_offset - kv_offset, batch_size, q_length, kv_length, device)
+        rule = _with_positions(rule, q_offset - kv_offset, batch_size, q_length, kv_length, device)
     return rule.to_tensor(batch_size, device)
 
 
 class _NoRule(Exception):
-    """A mask is of no rule's form."""
+    """The mask cannot be written as a Rule."""
 
 
 def _dense(device: torch.device | str, **how: Any) -> Tensor:
@@ -349,15 +354,16 @@ def _dense(device: torch.device | str, **how: Any) -> Tensor:
 
 
 def _of_no_heads(matrix: Tensor) -> Tensor:
-    """The matrix repeated at stride 0 for a number of heads that no model has. A model that adds it
-    to its own scores would count True as 1 and hide nothing; so that fails."""
+    """The matrix repeated at stride 0 for a number of heads that no model has. A model that adds a
+    bool matrix to its own scores would add 1 for True and hide nothing. With this shape the addition
+    fails."""
     return matrix.expand(-1, _NO_HEADS, -1, -1)
 
 
-def _stand(
+def _with_positions(
     rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device
 ) -> Rule:
-    """The rule for queries whose position is key ``diagonal + i``."""
+    """The rule with q_start or top_left, so that query i has the position of key ``diagonal + i``."""
     if not isinstance(diagonal, Tensor):
         if diagonal + q_length == kv_length:
             return rule
@@ -370,15 +376,18 @@ def _stand(
 
 
 def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule, Tensor | None]:
-    """The rule of a mask function, and of packed sequences [B, S] which one each token belongs to.
+    """(the rule of a mask function, the number of the sequence of each token [B, S] if sequences are
+    packed). Raises _NoRule if there is no such rule.
 
-    A rule that is a guess has `holds` set (to anything).
+    If the rule is a guess, its `holds` is True, which the caller replaces by a tensor.
     """
     if mask_function is hf.causal_mask_function:
         return Rule(causal=True), None
     if mask_function is hf.bidirectional_mask_function:
         return Rule(causal=False), None
-    if torch.compiler.is_compiling():  # which sees a function's name and not what it is made of
+    # A compiler knows a function's name, but not its closure. So the rule is guessed from the
+    # config.
+    if torch.compiler.is_compiling():
         causal = "allow_is_bidirectional_skip" not in kwargs
         chunk = getattr(config, "attention_chunk_size", None)
         if (
@@ -411,17 +420,20 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
 
 
 def _parts(mask_function: Callable) -> dict:
-    """The functions of transformers' that a mask function is made of, and what each was made with;
-    or_masks among them where it is not their intersection.
+    """The mask functions of transformers that a mask function intersects, by name, each with the
+    value in its closure (a window, for one). A union of functions has the name or_masks, too.
     """
-    made_by = mask_function.__qualname__.split(".<locals>")[0]
-    held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    if made_by in ("and_masks", "or_masks"):
-        found = {name: held_by for f in held[0] for name, held_by in _parts(f).items()}
-        return found if made_by == "and_masks" else {"or_masks": None, **found}
-    within = [f for f in held if callable(f)]
-    found = {made_by: next((x for x in held if not callable(x)), None)}
-    return found | {name: held_by for f in within for name, held_by in _parts(f).items()}
+    name = mask_function.__qualname__.split(".<locals>")[0]
+    closure = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    if name in ("and_masks", "or_masks"):
+        parts = {} if name == "and_masks" else {"or_masks": None}
+        inner = closure[0]
+    else:
+        parts = {name: next((x for x in closure if not callable(x)), None)}
+        inner = [f for f in closure if callable(f)]
+    for function in inner:
+        parts |= _parts(function)
+    return parts
 
 
 def _cu_seqlens(packed: Tensor) -> Tensor:
@@ -434,9 +446,12 @@ def _cu_seqlens(packed: Tensor) -> Tensor:
 
 
 def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
-    """(first, end, one_run, hides): keys of each sequence that are tokens, and whether they are one
-    run. Compiled code learns that from a tensor; other code raises _NoRule here. hides: whether any key is
-    hidden that the causal rule does not hide.
+    """(first, end, one_run, hides) of a padding mask.
+
+    first, end: [B], the interval of keys of each sequence that are tokens.
+    one_run: [B] bool, whether these keys have no padding between them; for compiled code, which
+        checks it when the model runs. Otherwise None, and a mask with holes raises _NoRule.
+    hides: whether the mask hides a key that the causal rule does not hide.
     """
     seen = tokens[:, kv_offset : kv_offset + kv_length]
     place = torch.arange(seen.shape[1], device=tokens.device)
@@ -446,8 +461,8 @@ def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     one_run = (seen == ((place >= first[:, None]) & (place < end[:, None]))).all(1)
     if torch.compiler.is_compiling():
         return first, end, one_run, True
-    # Keys after the mask's end are hidden. In a cache with room to spare these come after the last
-    # query.
+    # The mask may be shorter than the keys of a static cache. Keys behind its end are hidden, which
+    # the causal rule does already if the mask reaches the last query.
     whole = seen.shape[1] == kv_length or (
         causal and not isinstance(q_offset, Tensor) and tokens.shape[1] >= q_offset + q_length
     )
@@ -457,33 +472,32 @@ def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     return first, end, None, not (whole and no_padding)
 
 
-def _holds_at(
+def _guess_holds(
     rule, mask_function, batch, q_length, kv_length, q_offset, kv_offset, device
 ) -> Tensor:
-    """[B] bool: whether mask_function agrees with the rule at both ends of each query's interval of
-    keys, just inside and just outside. Packed sequences, chunks and blocks that see each other
-    disagree there.
+    """[B] bool: whether mask_function agrees with the guessed rule. It is asked at both ends of each
+    query's interval of keys, just inside and just outside. Packed sequences, chunks and blocks that
+    see each other disagree there.
     """
     query = (torch.arange(q_length, device=device) + q_offset).view(1, 1, -1, 1)
     batch_index = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     head_index = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     least, last = kv_offset, kv_offset + kv_length - 1
     low = torch.full_like(query, least) if rule.window is None else query - rule.window
-    high = (
-        query
-        if rule.causal
-        else torch.full_like(query, last)
-        if rule.window is None
-        else query + rule.window
-    )
+    if rule.causal:
+        high = query
+    elif rule.window is None:
+        high = torch.full_like(query, last)
+    else:
+        high = query + rule.window
     holds = torch.ones(batch, dtype=torch.bool, device=device)
     for key, sees in ((low, True), (low - 1, False), (high, True), (high + 1, False)):
         if sees:
             key = key.clamp(least, last)
-        there = (key >= least) & (key <= last) & (query <= last)
-        meets = mask_function(batch_index, head_index, query, key.clamp(least, last))
-        agrees = meets if sees else ~meets
-        holds = holds & (agrees | ~there).expand(batch, 1, q_length, 1).flatten(1).all(1)
+        exists = (key >= least) & (key <= last) & (query <= last)
+        shown = mask_function(batch_index, head_index, query, key.clamp(least, last))
+        agrees = shown if sees else ~shown
+        holds = holds & (agrees | ~exists).expand(batch, 1, q_length, 1).flatten(1).all(1)
     return holds
 
 
@@ -493,7 +507,7 @@ def _holds_at(
 _REFUSED = {
     "indices": "sparse attention by indices of keys",
     "block_indices": "sparse attention by indices of blocks",
-    "sinks": "sinks by the name of sinks, whose meaning is the model's own",
+    "sinks": "an argument sinks, whose meaning differs between models; s_aux has flash_attn's sinks",
     "head_mask": "a mask of heads",
     "block_table": "paged attention by block_table",
 }
@@ -553,8 +567,8 @@ def _attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if sliding_window is not None and not causal:
             raise _refuse(
-                "a sliding window of bidirectional attention without a mask that says how wide it "
-                "is",
+                "a sliding window of bidirectional attention without a mask, which would say how "
+                "wide it is",
                 _SDPA,
             )
         rule = Rule(
@@ -611,8 +625,9 @@ def _attention_of_parts(
     attention_mask: Tensor | None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """`_attention`, also of a layer that hands on latents: key and value are then c and k_pe."""
-    latent = kept_by(module)
+    """`_attention`, and latent attention: for a layer that hands on latents (transformers_latent.py)
+    key and value are its c and k_pe."""
+    latent = latent_layer_of(module)
     if latent is None:
         return _attention(module, query, key, value, attention_mask, **kwargs)
     c, k_pe = key, value
@@ -620,7 +635,7 @@ def _attention_of_parts(
     one = query.shape[2] == 1
     if (
         rule is not None
-        and (rule.end is None or one)  # further queries would be counted from the last key
+        and (rule.end is None or one)  # paged_attn counts several queries back from the last key
         and latent.takes(module, query, c, k_pe)
     ):
         _assert_holds(rule)
@@ -633,7 +648,7 @@ def _attention_of_parts(
     return _attention(module, query, key, value, attention_mask, **kwargs)
 
 
-# What a layer may pass beside the mask that changes its result.
+# Arguments beside the mask that change a layer's result.
 _MORE = (
     *("dropout", "sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q"),
     *("output_attentions", "deterministic", *_REFUSED),
@@ -643,7 +658,8 @@ _MORE = (
 def _rule_over_latents(
     module: torch.nn.Module, attention_mask: Tensor | None, kwargs: dict
 ) -> Rule | None:
-    """The rule of a causal call with nothing else; None for any other call."""
+    """The rule of a call that is causal and has no other argument of `_MORE`; None for any other
+    call."""
     for name in _MORE:
         given = kwargs.get(name)
         if given is not None and (isinstance(given, Tensor) or given):
@@ -659,7 +675,7 @@ def _rule_over_latents(
 
 
 def _last_keys(rule: Rule, query: Tensor, key: Tensor) -> Tensor:
-    """[B] int32: the keys up to where each sequence's last query stands."""
+    """[B] int32: the number of keys up to the position of each sequence's last query."""
     new = query.shape[2]
     if rule.q_start is not None:
         return rule.q_start + new
@@ -675,10 +691,9 @@ def _assert_holds(rule: Rule) -> None:
     if rule.holds is not None:
         torch._assert_async(
             (rule.holds == 1).all(),
-            "gpukern attention: compiled, the mask must be causal or bidirectional, with or "
-            "without a sliding window, and "
-            "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, "
-            "or do not compile",
+            "gpukern attention: under torch.compile the mask must be causal or bidirectional, with "
+            "or without a sliding window, and padding must be before or after the tokens; pass "
+            "cu_seq_lens_q for packed sequences, or do not compile",
         )
 
 
@@ -686,9 +701,8 @@ _WIDE = 256
 
 
 def _check_head_dim(query: Tensor, value: Tensor) -> None:
-    """Refuses calls of 32 and 64 bits on CUDA for which gpukern has a plain kernel only and PyTorch
-    has products on tensor cores or a tuned gemm. Calls of 16 bits run on tensor cores on Hopper
-    alone."""
+    """Refuses float32 and float64 with a large head_dim on CUDA: gpukern serves them by its plain
+    kernel, and PyTorch's products are faster."""
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.is_cuda and head_dim > _WIDE and query.element_size() > 2:
         dtype = str(query.dtype).removeprefix("torch.")
@@ -710,8 +724,8 @@ def _bias_of(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
-    """Adds a mask to flash_attn's arguments. It is the whole mask, causality and windows
-    included."""
+    """Adds a mask that is a matrix to flash_attn's arguments. The matrix includes causality and
+    windows."""
     if mask.dtype is not torch.bool:
         bias = _bias_of(mask, query, key)
         rules["bias"] = rules["bias"] + bias if "bias" in rules else bias
@@ -722,19 +736,19 @@ def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
     if torch.compiler.is_compiling():
         rules["attn_mask"] = mask[..., : key.shape[2]]
         return
-    # All layers of a forward pass are given the same tensor.
-    kept = getattr(given, "_gpukern_mask", None)
-    about = given._version, query.shape[2], key.shape[2]
-    if kept is None or kept[0] != about:
+    # All layers of a forward pass get the same tensor, so its AttnMask is kept on it.
+    cached = getattr(given, "_gpukern_mask", None)
+    cache_key = given._version, query.shape[2], key.shape[2]
+    if cached is None or cached[0] != cache_key:
         dense = mask[(None,) * (4 - mask.dim())].expand(-1, -1, query.shape[2], -1)
-        kept = given._gpukern_mask = about, attn_mask_of(dense[..., : key.shape[2]])
-    rules["attn_mask"] = kept[1]
+        cached = given._gpukern_mask = cache_key, attn_mask_of(dense[..., : key.shape[2]])
+    rules["attn_mask"] = cached[1]
 
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tuple, rules: dict
 ) -> Tensor:
-    """Rows of the batch one after the other hold the sequences."""
+    """Attention of packed sequences. They are stored one after the other in the batch's rows."""
     cu_q, cu_k, max_q, max_k = lengths
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = -1 if rule.window is None else rule.window
@@ -758,7 +772,7 @@ def _packed(
 
 
 def register_continuous_batching() -> None:
-    """Puts gpukern in the place of transformers' "paged|eager", for ``generate_batch`` and its
+    """Replaces transformers' attention "paged|eager" by gpukern, for ``generate_batch`` and its
     continuous batching.
 
     ::
@@ -801,8 +815,8 @@ def _paged_attention(
         raise _refuse(
             '"paged|eager" outside continuous batching', 'use attn_implementation="gpukern"'
         )
-    # As the mask is, which transformers makes for this name: by its config. Not every family hands
-    # its window to a layer.
+    # transformers makes the mask for this name from the config, so the window comes from there, too.
+    # Not every family passes its window to a layer.
     kwargs |= {"is_causal": True, "sliding_window": _window_of(module)}
     return _attention(module, query, key, value, None, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers: latent attention (DeepSeek's) over what its caches hold.
+"""transformers: latent attention (DeepSeek's) over the latents in the cache.
 
-transformers' caches hold c and k_pe of each token, and a layer makes keys and values of all heads
-from all of them in every step (`expand_kv`). `absorb` puts a function in the place of expand_kv
-that hands on c and k_pe. The attention function then either attends over them as they are
-(`nn.latent.Absorbed`), which is less arithmetic for a few queries, or expands them as before.
+For each token transformers' caches hold two parts: the latent c and the rotary key k_pe. In every
+step a layer computes keys and values of all heads from all cached parts (its method `expand_kv`).
+`absorb` replaces expand_kv by a function that returns c and k_pe unchanged. The attention function
+then chooses: it attends over c and k_pe (`nn.latent.Absorbed`), which is less arithmetic for a few
+queries, or it expands them as before.
 
 `LatentCache` stores c and k_pe of a token side by side, so that `paged_attn` reads them in place.
-From another cache they are copied into rows first.
+The parts of any other cache are copied into such rows first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..nn.latent import ABSORBED, absorbed, is_latent, is_plain
 from ..nn.rows import served
 from ..ops import paged_attn
 
-__all__ = ["LatentCache", "absorb", "kept_by"]
+__all__ = ["LatentCache", "absorb", "latent_layer_of"]
 
 # Rows of a sequence are allocated in multiples of this: the Hopper kernel takes pages of a multiple
 # of 16 keys.
@@ -33,7 +34,10 @@ ROWS = 64
 
 
 class Layer:
-    """What `absorb` adds to a layer. name: of the attention function that takes c and k_pe."""
+    """What `absorb` adds to a layer.
+
+    name: the name of the attention function that takes c and k_pe.
+    """
 
     def __init__(self, module: Any, name: str) -> None:
         self.products, self.name = absorbed(module), name
@@ -43,25 +47,28 @@ class Layer:
             for cuda in (False, True)
         }
 
-    def keeps(self, module: Any) -> bool:
-        """Whether expand_kv hands on c and k_pe in this pass. `paged_attn` has no gradient, and
-        other attention functions need keys and values."""
+    def passes_latents(self, module: Any) -> bool:
+        """Whether expand_kv returns c and k_pe in this pass. With gradients it does not, because
+        `paged_attn` has none. Other attention functions need keys and values."""
         return not torch.is_grad_enabled() and module.config._attn_implementation == self.name
 
     def is_cheaper(self, queries: int) -> bool:
-        """Whether attention over latents is less arithmetic than expanding them. For each key and
-        head, a query takes sum(latent) + latent[0] products instead of those over the head, and
-        the expansion latent[0] for each column."""
+        """Whether attention over latents is less arithmetic than expanding them.
+
+        For each key and head a query takes ``(c + k_pe) + c`` multiplications over latents, and
+        ``nope + k_pe + width_v`` over expanded keys and values. The expansion takes ``c`` for each
+        of its ``nope + width_v`` columns.
+        """
         p = self.products
         c, k_pe = p.latent
         head = p.nope + k_pe + p.width_v
         return queries * (2 * c + k_pe - head) <= c * (p.nope + p.width_v)
 
     def takes(self, module: Any, query: Tensor, c: Tensor, k_pe: Tensor) -> bool:
-        """Whether the operands are ones that our kernels multiply as they are."""
+        """Whether our kernels can multiply the operands without copies, and it pays."""
         expand = module.kv_b_proj
         if expand is not self.products.expand or not is_plain(expand):
-            return False  # it was replaced since, by a layer of few bits or an adapter
+            return False  # it was replaced later, by a quantised layer or an adapter
         return (
             query.dtype == c.dtype == k_pe.dtype == expand.weight.dtype
             and served(query, c, k_pe, expand.weight)
@@ -78,9 +85,11 @@ class Layer:
         first: Tensor | None,
         lengths: Tensor,
     ) -> Tensor:
-        """query [B, H, Sq, nope + latent[1]], c and k_pe [B, 1, Sk, ..] -> [B, Sq, H, width_v].
-        Sequence b's last query stands at key lengths[b] - 1, and sees the keys before from first[b]
-        on. lengths and first are int32."""
+        """query [B, H, Sq, nope + k_pe], c and k_pe [B, 1, Sk, ..] -> [B, Sq, H, width_v].
+
+        The last query of sequence b has the position of key ``lengths[b] - 1`` and sees keys
+        ``[first[b], lengths[b])``. Both are int32.
+        """
         batch, _, new, width = query.shape
         rows, table = rows_of(c, k_pe)
         q = self.products.queries(query).flatten(0, 1)
@@ -91,14 +100,14 @@ class Layer:
 
 
 def rows_of(c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows [B, n, 1, sum of the widths], a table of one page for each sequence). In place if c and
-    k_pe are parts of the same rows."""
+    """(rows [B, n, 1, width of c + width of k_pe], a block table of one page for each sequence).
+    The rows are a view if c and k_pe are neighbours in memory, otherwise a copy."""
     batch, _, keys, wide = c.shape
     width = wide + k_pe.shape[-1]
     table = torch.arange(batch, dtype=torch.int32, device=c.device)[:, None]
     if not torch.compiler.is_compiling():
         row, sequence = c.stride(2), c.stride(0)
-        room = sequence // row if batch > 1 else keys
+        page = sequence // row if batch > 1 else keys
         if (
             k_pe.stride() == c.stride()
             and k_pe.data_ptr() == c.data_ptr() + wide * c.element_size()
@@ -106,11 +115,13 @@ def rows_of(c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
             and c.stride(3) == 1
             and (batch == 1 or (sequence % row == 0 and sequence >= keys * row))
         ):
-            whole = -(-keys // ROWS) * ROWS  # keys past the last one are not read
-            at, end = c.storage_offset(), c.untyped_storage().nbytes() // c.element_size()
-            if batch == 1 and at + whole * row <= end:
-                room = whole
-            sizes, strides = (batch, room, 1, width), (sequence, row, row, 1)
+            # The page of a single sequence is rounded up to ROWS if the memory behind the keys
+            # belongs to the storage. Rows behind the last key are not read.
+            rounded = -(-keys // ROWS) * ROWS
+            start, end = c.storage_offset(), c.untyped_storage().nbytes() // c.element_size()
+            if batch == 1 and start + rounded * row <= end:
+                page = rounded
+            sizes, strides = (batch, page, 1, width), (sequence, row, row, 1)
             return c.as_strided(sizes, strides), table
     rows = c.new_empty(batch, -(-keys // ROWS) * ROWS, 1, width)
     rows[:, :keys, 0, :wide] = c[:, 0]
@@ -119,12 +130,12 @@ def rows_of(c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str, str], Callable]:
-    """Gives each latent layer of the model an expand_kv that hands on c and k_pe to the attention
-    function `name`.
+    """Replaces expand_kv of each latent layer of the model by a function that returns c and k_pe, for
+    the attention function `name`.
 
     Returns:
-        Classes of layers and how many of each have it; classes that were left, and why; a function
-        that restores all layers.
+        (the number of layers that were changed, by class; the classes that were left, and why; a
+        function that restores all layers).
     """
     done: dict[str, int] = {}
     left: dict[str, str] = {}
@@ -134,12 +145,12 @@ def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str,
             continue
         kind = type(module).__name__
         if ABSORBED in vars(module):
-            left[kind] = "they are over latents already"
+            left[kind] = "they attend over latents already"
             continue
         try:
             layer = Layer(module, name)
-            if layer.products.made is not None:
-                raise ValueError(f"{kind}'s kv_b_proj is no plain nn.Linear")
+            if layer.products.decoded is not None:
+                raise ValueError(f"{kind}'s kv_b_proj is not a plain nn.Linear")
         except ValueError as error:
             left[kind] = str(error)
             continue
@@ -158,13 +169,13 @@ def absorb(model: torch.nn.Module, name: str) -> tuple[dict[str, int], dict[str,
 
 
 def _expand(module: Any, own: Callable, c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    return (c, k_pe) if getattr(module, ABSORBED).keeps(module) else own(c, k_pe)
+    return (c, k_pe) if getattr(module, ABSORBED).passes_latents(module) else own(c, k_pe)
 
 
-def kept_by(module: Any) -> Layer | None:
-    """The Layer of a module whose attention function gets c and k_pe in this pass."""
+def latent_layer_of(module: Any) -> Layer | None:
+    """The module's `Layer` if its attention function gets c and k_pe in this pass, otherwise None."""
     layer = getattr(module, ABSORBED, None)
-    return layer if layer is not None and layer.keeps(module) else None
+    return layer if layer is not None and layer.passes_latents(module) else None
 
 
 # ---- a cache of rows -----------------------------------------------------------------------------
@@ -173,14 +184,14 @@ def kept_by(module: Any) -> Layer | None:
 def _check_parts(c: Tensor) -> None:
     if c.shape[1] != 1:
         raise ValueError(
-            f"LatentCache: a layer caches keys of {c.shape[1]} heads; expected latents, which layers "
-            f"with expand_kv cache: pip install --upgrade transformers, or use its own caches"
+            f"LatentCache: a layer caches keys of {c.shape[1]} heads; expected the latents of layers "
+            f"with expand_kv: pip install --upgrade transformers, or use its own caches"
         )
 
 
 class LatentLayer(DynamicLayer):
-    """A layer of a LatentCache that grows. keys and values are views of `rows` [B, 1, room, width],
-    unless transformers has made others of them, by a reordering for one."""
+    """A layer of a LatentCache that grows. keys and values are views of `rows` [B, 1, capacity,
+    width], unless transformers has replaced them, for example by reordering the batch."""
 
     rows: Tensor | None = None
 
@@ -193,12 +204,13 @@ class LatentLayer(DynamicLayer):
         if torch.compiler.is_compiling() or (
             torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         ):
-            return super().update(key_states, value_states, *args, **kwargs)  # nothing in place
+            # Writing in place would break gradients and compiled graphs.
+            return super().update(key_states, value_states, *args, **kwargs)
         old, new, wide = self.get_seq_length(), key_states.shape[2], key_states.shape[3]
         end, rows = old + new, self.rows
         if not self._is_view() or rows is None or end > rows.shape[2]:
-            room = -(-max(end, old + old // 2) // ROWS) * ROWS
-            sizes = key_states.shape[0], 1, room, wide + value_states.shape[3]
+            capacity = -(-max(end, old + old // 2) // ROWS) * ROWS
+            sizes = key_states.shape[0], 1, capacity, wide + value_states.shape[3]
             rows = key_states.new_empty(sizes)
             if old:
                 rows[:, :, :old, :wide] = self.keys
@@ -226,7 +238,7 @@ class LatentLayer(DynamicLayer):
 
 
 class StaticLatentLayer(StaticLayer):
-    """A layer of a LatentCache with room for a fixed number of tokens."""
+    """A layer of a LatentCache with a fixed capacity."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         _check_parts(key_states)
@@ -237,7 +249,7 @@ class StaticLatentLayer(StaticLayer):
         rows = key_states.new_zeros(self.batch_size, 1, self.max_cache_len, width)
         self.keys, self.values = rows.split([self.k_head_dim, self.v_head_dim], -1)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        if not torch.compiler.is_compiling():  # as the class above, so that graphs keep the address
+        if not torch.compiler.is_compiling():  # as in StaticLayer, for CUDA graphs
             for x in (self.keys, self.values, self.cumulative_length):
                 torch._dynamo.mark_static_address(x)
         self.is_initialized = True
@@ -251,15 +263,15 @@ class LatentCache(Cache):
         accelerate(model)
         model.generate(ids, cache=LatentCache(model.config))  # or past_key_values=
 
-    transformers' own caches give the same results; from those, every step copies the parts into
-    rows.
+    transformers' own caches give the same results, but every step copies their parts into rows.
 
     Args:
-        config: of the model.
-        max_cache_len: tokens of each sequence, rounded up to a multiple of 64; None grows.
+        config: the model's config.
+        max_cache_len: tokens of each sequence, rounded up to a multiple of 64. If it is None, the
+            cache grows.
 
     Raises:
-        ValueError: the model has no latents, or layers that keep other states.
+        ValueError: the model has layers without latent attention.
     """
 
     def __init__(self, config: Any, max_cache_len: int | None = None) -> None:
@@ -274,6 +286,6 @@ class LatentCache(Cache):
         if max_cache_len is None:
             super().__init__(layer_class_to_replicate=LatentLayer)
             return
-        room = -(-max_cache_len // ROWS) * ROWS
-        layers = [StaticLatentLayer(max_cache_len=room) for _ in range(config.num_hidden_layers)]
+        length = -(-max_cache_len // ROWS) * ROWS
+        layers = [StaticLatentLayer(max_cache_len=length) for _ in range(config.num_hidden_layers)]
         super().__init__(layers=layers)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""vLLM's attention over paged_attn and kv_cache_write, to the interface of vLLM 0.33: vLLM imports
-this file when it is chosen.
+"""An attention backend of vLLM over paged_attn and kv_cache_write. vLLM imports this file when the
+backend is chosen.
 
-Keys and values of a layer lie in one tensor [num_blocks, heads_kv, block_size, head_dim +
-head_dim_v] of any strides. vLLM promises no stable interface; tests/data/vllm_signatures.json is
-the one that this was written to.
+vLLM stores keys and values of a layer in one tensor [num_blocks, heads_kv, block_size, head_dim +
+head_dim_v] of any strides. It promises no stable interface. This file was written to vLLM 0.33,
+whose signatures are in tests/data/vllm_signatures.json.
 """
 
 from ast import literal_eval
@@ -43,9 +43,12 @@ def _refused(what: str, instead: str) -> NotImplementedError:
 
 
 def _check_drafts(vllm_config: Any) -> None:
-    """vLLM 0.33 drafts chains, which are causal. Earlier versions had a setting that lists the paths
-    of a tree, as text: in a chain every token is the first child of its parent, 0. A version that has
-    the setting again would need a mask here."""
+    """Refuses drafts that form a tree, which would need a mask.
+
+    vLLM 0.33 drafts chains only. Other versions have a setting, speculative_token_tree. It is a text
+    that lists a path for each token, in which every number is the index of a child. In a chain every
+    token is child 0.
+    """
     drafts = getattr(vllm_config, "speculative_config", None)
     tree = getattr(drafts, "speculative_token_tree", None)
     if tree is not None and any(map(any, literal_eval(tree))):
@@ -84,7 +87,7 @@ class GpukernMetadataBuilder(AttentionMetadataBuilder[GpukernMetadata]):
     ) -> GpukernMetadata:
         batch = common_attn_metadata
         if not isinstance(batch.causal, bool):
-            raise _refused("a batch that is causal for some requests alone", "use TRITON_ATTN")
+            raise _refused("a batch that is causal for only some requests", "use TRITON_ATTN")
         for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
             if getattr(batch, name, None) is not None:
                 raise _refused(name, "use TRITON_ATTN")
@@ -144,7 +147,7 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
             None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         )
         self.sliding_window = sliding_window
-        # vLLM's counts the query's own key
+        # vLLM's window counts the query's own key, ours does not
         self.window_left = -1 if sliding_window is None else sliding_window - 1
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap or 0.0
@@ -153,26 +156,27 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         self.sinks = sinks
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """k_cache and v_cache [num_blocks, block_size, heads_kv, ..] as views; of 8 bits vLLM hands
-        over bytes."""
+        """k_cache and v_cache [num_blocks, block_size, heads_kv, ..], as views. vLLM passes 8-bit
+        caches as uint8, so their dtype is set here."""
         code = _CODES.get(self.kv_cache_dtype)
         tokens_first = (kv_cache if code is None else kv_cache.view(code)).transpose(1, 2)
         return tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
 
     def _scales(self, layer: torch.nn.Module) -> dict[str, Tensor]:
-        """The scales of the layer's keys and values."""
+        """The scales of the layer's keys and values: one for all heads, or one for each."""
         if self.kv_cache_dtype not in _CODES:
             return {}
-        # one for all heads, or one for each
         scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         return {
             name: scale.reshape(()) if scale.numel() == 1 else scale
             for name, scale in scales.items()
         }
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Slopes and sinks as the ops take them, converted at the first call, because weights are
-        loaded after a layer is created."""
+    def _slopes_and_sinks(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """alibi_slopes and sinks as the ops take them. They are converted here and not in __init__,
+        because vLLM loads weights after it has created a layer."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         sinks = self.sinks
@@ -192,10 +196,10 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes query [T, heads, head_dim]'s attention to output [T, heads, head_dim_v]; rows past
-        the batch are not defined.
+        """Writes the attention of query [T, heads, head_dim] to output [T, heads, head_dim_v]. Rows
+        behind the batch's tokens are undefined.
 
-        Without attn_metadata, as vLLM profiles, output becomes 0.
+        When vLLM profiles memory it passes no attn_metadata. The output is then 0.
         """
         if output_scale is not None or output_block_scale is not None:
             raise _refused(
@@ -204,7 +208,7 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         if attn_metadata is None:
             return output.zero_()
         batch, n = attn_metadata, attn_metadata.num_actual_tokens
-        slopes, sinks = self._on(query.device, query.dtype)
+        slopes, sinks = self._slopes_and_sinks(query.device, query.dtype)
         if self.attn_type in _ENCODERS:
             self._encode(query[:n], key[:n], value[:n], batch, output[:n], slopes, sinks)
             return output
@@ -240,7 +244,8 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         slopes: Tensor | None,
         sinks: Tensor | None,
     ) -> None:
-        """Every token of a request sees every other; the cache is not read."""
+        """Attention of an encoder: every token of a request sees every other, and the cache is not
+        read."""
         bounds, longest, window = batch.query_start_loc, batch.max_query_len, self.window_left
         rules = {
             "scale": self.scale,
@@ -272,14 +277,14 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
     ) -> None:
         """Writes key and value [T, heads_kv, ..] of the tokens that have a slot."""
         if self.attn_type not in _ENCODERS:
-            n = min(key.shape[0], slot_mapping.shape[0])  # either may be padded behind the batch
+            n = min(key.shape[0], slot_mapping.shape[0])  # either may have padding at its end
             ops.kv_cache_write(
                 key[:n], value[:n], *self._caches(kv_cache), slot_mapping[:n], **self._scales(layer)
             )
 
 
 class GpukernBackend(AttentionBackend):
-    """The questions that vLLM asks before it chooses a backend."""
+    """What the backend supports. vLLM asks this before it chooses a backend."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]

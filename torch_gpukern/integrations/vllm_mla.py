@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""vLLM's latent attention (MLA) over paged_attn, to the interface of vLLM 0.33: vLLM imports this
-file when it is chosen.
+"""A backend of vLLM for latent attention (MLA) over paged_attn. vLLM imports this file when the
+backend is chosen.
 
-vLLM projects, writes the cache, and attends to long prompts by a backend of its own. This one
-attends for decoding: queries that are multiplied by the keys' projection already, over pages
-[num_blocks, block_size, latent + rotary]. tests/data/vllm_signatures.json is the interface that it
-was written to.
+The backend only decodes: it attends from queries that are already multiplied by the projection of keys
+to pages [num_blocks, block_size, latent + rotary]. vLLM itself projects, writes the cache and attends to
+long prompts. This file was written to vLLM 0.33, whose signatures are in tests/data/vllm_signatures.json.
 """
 
 from typing import Any, ClassVar
@@ -32,7 +31,8 @@ def _refused(what: str, instead: str) -> NotImplementedError:
 
 
 class GpukernMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    # A captured step has as many tokens for each request; lengths and pages are read on the device.
+    # All requests of a captured step have the same number of tokens. Lengths and pages are read on the
+    # device.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
 
@@ -42,7 +42,8 @@ class GpukernMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
     Args:
         num_heads, head_size, scale, num_kv_heads: vLLM's.
-        alibi_slopes, sliding_window, logits_soft_cap, attn_type: vLLM's; refused unless plain.
+        alibi_slopes, sliding_window, logits_soft_cap: vLLM's; refused if they are given.
+        attn_type: vLLM's; refused unless it is that of a decoder.
         kv_cache_dtype, kv_sharing_target_layer_name: vLLM's.
         mla: vLLM's arguments of latent attention.
     """
@@ -96,8 +97,8 @@ class GpukernMLAImpl(MLACommonImpl[MLACommonMetadata]):
         attn_metadata: MLACommonMetadata,
         layer: torch.nn.Module,
     ) -> tuple[Tensor, Tensor | None]:
-        """q [T, heads, latent + rotary], or its two parts, of as many tokens for each request ->
-        [T, heads, latent], and the natural lse [T, heads] where vLLM wants it."""
+        """q [T, heads, latent + rotary], or its two parts -> [T, heads, latent], and the natural lse
+        [T, heads] if vLLM needs it. All requests have the same number of tokens."""
         batch = attn_metadata.decode
         queries = torch.cat(q, -1) if isinstance(q, tuple) else q
         rows = kv_c_and_k_pe_cache.unsqueeze(2)
@@ -115,7 +116,7 @@ class GpukernMLAImpl(MLACommonImpl[MLACommonMetadata]):
 
 
 class GpukernMLABackend(MLACommonBackend):
-    """The questions that vLLM asks before it chooses a backend."""
+    """What the backend supports. vLLM asks this before it chooses a backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]

@@ -208,7 +208,7 @@ def _compose_swizzled(a: Layout, b: Swizzled) -> Layout | Swizzled:
 def expect_layout(x: Layout | Swizzled) -> Layout:
     if isinstance(x, Layout):
         return x
-    raise ValueError("a swizzle may come last alone: after the layout, not inside of it")
+    raise ValueError("a swizzle may only come last: after the layout, not inside of it")
 
 
 def tiler_layout(tiler: Tiler) -> Layout:

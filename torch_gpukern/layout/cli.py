@@ -121,7 +121,7 @@ def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
         return tv, {"kind": "owners", "shape": shape if len(shape) == 2 else (1, shape[0])}
     found = parse(args.layout)
     if isinstance(found, Swizzle):
-        raise ValueError(f"{found} is a swizzle alone; write {found} o 0 o shape:stride")
+        raise ValueError(f"{found} is only a swizzle; write {found} o 0 o shape:stride")
     if found.size > MOST_ELEMENTS:
         raise ValueError(
             f"{found} has {found.size} elements; at most {MOST_ELEMENTS} are looked at"

@@ -116,8 +116,8 @@ class Swizzled(OfLayout, Drawn):
         return self.layout.injective
 
     def slice(self, *coord: Coord) -> tuple[Swizzled, int]:
-        """As Layout.slice. The swizzle applies after the offset, so the offset stays inside and the
-        returned one is 0."""
+        """As Layout.slice, but the returned offset is 0. The swizzle applies after the offset, so the
+        offset stays part of the swizzled layout."""
         kept, at = self.layout.slice(*coord)
         return Swizzled(self.swizzle, kept, self.offset + at), 0
 
@@ -137,7 +137,7 @@ class Swizzled(OfLayout, Drawn):
                 "layout",
                 self.layout,
                 None,
-                f"{self.swizzle} makes no sum of strides of it",
+                f"its offsets after {self.swizzle} are not a sum of strides",
             )
         return found
 

@@ -43,8 +43,8 @@ def _tile_coord(rest: Layout, coord: Coord) -> Coord:
     return coord[0] if isinstance(coord, tuple) and len(coord) == 1 and rest.rank == 1 else coord
 
 
-# The modes of a common tiler that a tensor has, CuTe's Step<_1, X, _1>: (1, None, 1) of (M, N, K)
-# for a, which has M and K.
+# Which modes of a common tiler a tensor has, as CuTe's Step<_1, X, _1>. For a tiler of (M, N, K), a has M
+# and K, so its step is (1, None, 1).
 Step = Sequence[Union[int, None]]  # noqa: UP007
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Finds the layout that has given offsets."""
+"""Finds the layout that has the given offsets."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ from .core import IntTuple, Layout, Leaves, of_leaves, unflatten
 
 
 def leaves_of_values(values: Sequence[int]) -> Leaves | None:
-    """The unique coalesced layout with these values, the first being 0; None if there is none."""
-    n, unit = len(values), 1
+    """The (size, stride) pairs of the unique coalesced layout with these values. None if there is
+    none; values[0] must be 0.
+
+    The modes are read off one after the other: the indices covered so far are 0 to `covered` - 1, so
+    values[covered] is the next stride. Its mode ends where the multiples of the stride end.
+    """
+    n = len(values)
+    covered = 1
     found: Leaves = []
     if values[0] != 0:
         return None
-    while unit < n:
-        step, run = values[unit], 2
-        while unit * run < n and values[unit * run] == run * step:
-            run += 1
-        if n % (unit * run):
+    while covered < n:
+        stride = values[covered]
+        size = 2
+        while covered * size < n and values[covered * size] == size * stride:
+            size += 1
+        if n % (covered * size):
             return None
-        found.append((run, step))
-        unit *= run
-    built = [0]
-    for s, d in found:
-        built = [o + i * d for i in range(s) for o in built]
-    return found or [(1, 0)] if built == list(values) else None
+        found.append((size, stride))
+        covered *= size
+    # Only the values at the modes' own indices were compared, so compare all.
+    offsets = [0]
+    for size, stride in found:
+        offsets = [o + i * stride for i in range(size) for o in offsets]
+    return found or [(1, 0)] if offsets == list(values) else None
 
 
 def from_values(values: Sequence[int], shape: IntTuple | None = None) -> Layout | None:
     """The layout whose offset at index i is values[i]; None if there is none. values[0] must be 0.
 
-    shape: the nesting of the result: each of its leaves becomes one mode or a tuple of modes.
+    shape: the nesting of the result. Each number in it becomes one mode or a tuple of modes.
     """
     if shape is None:
         leaves = leaves_of_values(values)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss of a transformers causal model without its logits: what `patch(model,
-fused_linear_cross_entropy=True)` puts in.
+"""Computes the loss of a transformers causal model without its logits. `patch(model,
+fused_linear_cross_entropy=True)` uses it.
 
-causal_forward.py reads the source of a model's forward. What it does to the logits before the loss
-must be something that `linear_cross_entropy` can express. A model that does something else keeps
-its own loss, and is named.
+causal_forward.py reads the source of a model's forward. `linear_cross_entropy` must be able to express
+everything that the forward does to the logits before the loss. A model that does something else keeps
+its own loss, with the reason.
 """
 
 import functools
@@ -40,12 +40,12 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
-        return None, "its loss is one of its own"
+        return None, "its loss is not transformers' ForCausalLMLoss"
     plan, why = plan_of(kind)
     if plan is None:
         return None, why
     if not isinstance(getattr(model, plan.head, None), torch.nn.Linear):
-        return None, f"its {plan.head} is no nn.Linear"
+        return None, f"its {plan.head} is not an nn.Linear"
     try:
         for rule in plan.rules:
             rule(model)
@@ -59,7 +59,8 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
 
 @functools.cache
 def _with_fused_loss(kind: type) -> type:
-    """The subclass keeps the class's name, because save_pretrained, for example, writes it."""
+    """A subclass of a model's class that computes the loss without logits if it is given labels. It has
+    the same name, because save_pretrained, for example, writes the name."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     plain = kind.forward
@@ -82,8 +83,8 @@ def _with_fused_loss(kind: type) -> type:
             or not whole
             or not isinstance(keep, int)
             or keep != 0
-            # The setter of loss_function, which a user may call at any time, keeps its value there.
-            # Its getter writes to a log for some models, which no compiler traces.
+            # A user may set loss_function at any time; its setter stores it in _loss_function. Its
+            # getter cannot be used here: for some models it writes to a log, which no compiler traces.
             or getattr(self, "_loss_function", None) not in (None, ForCausalLMLoss)
             or (plan.routers and _wants_routers(self, given))
         ):
@@ -153,8 +154,8 @@ def _loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: the token after each is its class; a mean, or a sum over
-    num_items_in_batch."""
+    """transformers' ForCausalLMLoss: the target of a token is the next token. The loss is a mean over
+    tokens, or a sum divided by num_items_in_batch."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"

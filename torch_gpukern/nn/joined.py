@@ -93,14 +93,16 @@ def joined(layers: Sequence[Any]) -> Joined | None:
     if any(layer.scheme != recipe for layer in layers):
         return None
     dims = DIMS[recipe]
-    held = [layer._tensors() for layer in layers]
-    if any(t.keys() != held[0].keys() for t in held):
+    layer_tensors = [layer._tensors() for layer in layers]
+    if any(t.keys() != layer_tensors[0].keys() for t in layer_tensors):
         return None
-    if not all(_can_join([t[name] for t in held], dims[name], sizes) for name in held[0]):
+    if not all(
+        _can_join([t[name] for t in layer_tensors], dims[name], sizes) for name in layer_tensors[0]
+    ):
         return None
     tensors = {}
     for name, (dim, _) in dims.items():
-        tensors[name], parts = _joined_tensors([t[name] for t in held], dim)
+        tensors[name], parts = _joined_tensors([t[name] for t in layer_tensors], dim)
         if parts is None:
             continue
         for layer, part in zip(layers, parts, strict=True):

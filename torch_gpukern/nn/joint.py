@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Quantised layers that read one tensor multiply together: q, k and v of attention, gate and up of
-an MLP.
+"""Joins quantised layers that multiply the same tensor into one product: q, k and v of attention,
+gate and up of an MLP.
 
-The first of them that is called quantises the activations once and computes the product with all
-weights (joined.py). The others return their columns of it. A decoding step of a transformers model
-then launches as many kernels as in 16 bits: a quantisation and a product for q, k and v, where it
-was three of each. serve/fused.py does the same with a forward of its own.
+The first of these layers quantises the activations once and computes the product with all weights
+(joined.py). The other layers return their columns of the result. So a decoding step launches one
+quantisation and one product for q, k and v, instead of three of each. serve/fused.py does the same
+with a forward of its own.
 
-`join` finds the layers. Their modules must call them on one tensor and must only split the columns
-of the results, because these are columns of a larger tensor: our own modules do, and those of
-transformers whose source says so.
+`join` finds the layers. Their module must call all of them on the same tensor. It must only split
+the columns of their results, because these are columns of a larger tensor. Our own modules do so, and
+those of transformers whose source shows it.
 """
 
 from __future__ import annotations
@@ -33,46 +33,49 @@ __all__ = ["Joint", "join"]
 ATTENTION, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
-class Held:
-    """The products with a tensor x, until each layer has its own."""
+class Products:
+    """The products of all layers with a tensor x, kept until every layer has returned its own."""
 
     def __init__(self, x: Tensor, parts: tuple[Tensor, ...]) -> None:
         self.x, self.parts = x, parts
         self.state = _state(x)
 
-    def serve(self, x: Tensor) -> bool:
+    def are_of(self, x: Tensor) -> bool:
+        """Whether these are still the products with x."""
         return x is self.x and _state(x) == self.state
 
 
 def _state(x: Tensor) -> tuple[int, bool] | None:
-    """Changes if x is written to, and outside of inference_mode, whose results autograd refuses.
-    None for a compiler, which writes to no tensor between the layers of a module that we know."""
+    """A value that changes if x is written to, or if inference_mode begins or ends: autograd refuses
+    results of inference_mode. None under a compiler: the modules that `join` accepts write to no tensor
+    between their layers."""
     if torch.compiler.is_compiling():
         return None
     return _version(x), torch.is_inference_mode_enabled()
 
 
 class Joint:
-    """Layers whose products are computed at once. Each layer has it, with its own place, as the
-    attribute ``joint``.
+    """Layers whose products are computed at once. Each of them has the attribute ``joint``: (the
+    Joint, its own place in it).
 
-    It computes nothing where a gradient is needed. If a layer's tensors were changed or moved, the
-    weights are joined again; if that is not possible, each layer multiplies by itself.
+    A call of the first layer computes all products. A later layer returns its part if it is called on
+    the same tensor, which must not have been written to in between. (A tensor of inference_mode does not
+    count its writes, so such a write is not noticed.)
 
-    The first layer always computes. The products of its call serve the others if they are called on
-    the same tensor, which was not written to in between. A tensor that inference_mode made does not
-    count its writes, so that such a write is not seen.
+    Nothing is joined if a gradient is needed. If a layer's tensors were changed or moved, the weights
+    are joined again. If that is not possible, each layer multiplies by itself.
     """
 
     def __init__(self, layers: Sequence[QuantizedLinear]) -> None:
         self.layers = tuple(layers)
         self.whole: Joined | None = None
-        self.held: Held | None = None
-        self.seen: list[tuple[dict, str, Tensor, int]] = []
+        self.products: Products | None = None
+        # (owner, name, tensor, version) of each of the layers' tensors when `whole` was made
+        self.sources: list[tuple[dict, str, Tensor, int]] = []
 
     def build(self) -> bool:
-        """Joins the weights. False if they cannot be joined."""
-        self.held, self.seen = None, []
+        """Joins the weights. Returns False if they cannot be joined."""
+        self.products, self.sources = None, []
         self.whole = joined(self.layers)
         if self.whole is None:
             for layer in self.layers:
@@ -80,22 +83,24 @@ class Joint:
             return False
         for layer in self.layers:
             for owner in (layer._parameters, layer._buffers):
-                self.seen += [(owner, n, t, _version(t)) for n, t in owner.items() if t is not None]
+                for name, t in owner.items():
+                    if t is not None:
+                        self.sources.append((owner, name, t, _version(t)))
         return True
 
     def stale(self) -> None:
-        """Is called where a layer's tensors are replaced."""
-        self.whole = self.held = None
+        """Forgets the joined weights. Called if a layer's tensors are replaced."""
+        self.whole = self.products = None
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """The product of the layer at `place` with x. None if the layer must compute it itself."""
-        held = self.held
+        products = self.products
         if place == 0 or place == len(self.layers) - 1:
-            self.held = None
+            self.products = None
         if torch.is_grad_enabled() and self._needs_gradient(x):
             return None
         if place:
-            return held.parts[place] if held is not None and held.serve(x) else None
+            return products.parts[place] if products is not None and products.are_of(x) else None
         if not self._ready():
             return None
         whole = self.whole
@@ -108,7 +113,7 @@ class Joint:
             # A caller may add to a product in place, as to that of nn.Linear. Autograd refuses that
             # for the views of a split.
             parts = tuple(part.data for part in parts)
-        self.held = Held(x, parts)
+        self.products = Products(x, parts)
         return parts[0]
 
     def _needs_gradient(self, x: Tensor) -> bool:
@@ -118,18 +123,19 @@ class Joint:
 
     def _ready(self) -> bool:
         if torch.compiler.is_compiling():
-            return self.whole is not None  # `stale` was called if a tensor was replaced
+            return self.whole is not None  # if a tensor was replaced, `stale` has set it to None
         if self.whole is not None and all(
-            owner.get(name) is t and _version(t) == version for owner, name, t, version in self.seen
+            owner.get(name) is t and _version(t) == version
+            for owner, name, t, version in self.sources
         ):
             return True
         x = self.layers[0]._buffers[self.layers[0].names[0]] if self.layers[0].names else None
         if x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # the joined weights would lie in the graph's memory
+            return False  # joined weights made now would be in the memory of the graph
         return self.build()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "whole": None, "held": None, "seen": []}
+        return {**vars(self), "whole": None, "products": None, "sources": []}
 
 
 def _version(t: Tensor) -> int:
@@ -137,8 +143,8 @@ def _version(t: Tensor) -> int:
 
 
 def join(model: torch.nn.Module) -> dict[str, str]:
-    """Joins the quantised products of a model's attention and MLPs. Returns the names of the modules
-    whose products were joined, and which they are."""
+    """Joins the quantised layers of a model's attention and MLPs. Returns the names of their modules,
+    with the names of the layers that were joined."""
     found = {}
     for name, module in model.named_modules():
         for names in _names_of(module):

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention layers of transformers that compress keys and values to latents (MLA), with their
-expansion absorbed into the query and the result.
+"""Latent attention (MLA) of transformers' models without expanded keys and values.
+
+Layers of latent attention compress keys and values of all heads to a latent c for each token. k_pe is
+the rotary part of the keys, which all heads share. The expansion W_k, W_v can be absorbed into the
+query and the result:
 
     k[h, j] = [W_k[h] c[j], k_pe[j]]       v[h, j] = W_v[h] c[j]
     q k^T = [W_k^T q_nope, q_pe] [c, k_pe]^T       P v = W_v (P c)
 
-So attention runs over one head of rows [c, k_pe], 576 wide in DeepSeek's models, whose first 512
-columns are the values. No key or value of a head is ever made. (DeepSeek-AI, "DeepSeek-V2" (2024),
-arXiv:2405.04434, section 2.1 and appendix C.)
+So attention runs over a single head of rows [c, k_pe], which are 576 wide in DeepSeek's models. The
+first 512 columns are also the values. (DeepSeek-AI, "DeepSeek-V2" (2024), arXiv:2405.04434, section
+2.1 and appendix C.)
 
-transformers' layers of this kind have a method `expand_kv(c, k_pe)`, which makes k and v from what
-the cache holds. Where it returns c and k_pe themselves, the attention function gets them instead
-of keys and values, and attends with an `Absorbed`.
+transformers' layers have a method `expand_kv(c, k_pe)`, which computes k and v from the cached c and
+k_pe. If it is replaced by a function that returns c and k_pe, the attention function gets these
+instead of keys and values, and attends with an `Absorbed`.
 """
 
 from __future__ import annotations
@@ -26,18 +29,19 @@ from .layers import Linear, has_hooks
 
 __all__ = ["Absorbed", "absorbed", "is_latent", "latents_of"]
 
-# What a layer says of itself. Others that compress their keys have other names, or do more.
+# The attributes by which a layer is recognised.
 WIDTHS = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
-# Its modules. A layer with another one, such as an indexer that hides keys, does more.
+# The modules of such a layer. A layer with other modules, such as an indexer that hides keys, computes
+# something else.
 MODULES = {
     *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"),
     *("kv_b_proj", "o_proj"),
 }
 # The attribute of a layer whose expand_kv `accelerate` replaced (integrations/transformers_latent.py)
 ABSORBED = "_gpukern_latent"
-TOKENS = 3  # of the trial
-# By how much a trial may differ, as a root mean square over the standard deviation. Other products
-# differ by more than 1.
+TOKENS = 3  # of the trial in `absorbed`
+# The largest root mean square error of the trial, relative to the standard deviation. A layer that
+# computes something else differs by more than 1.
 MOST = 0.05
 
 
@@ -46,23 +50,26 @@ class Absorbed:
 
     Attributes:
         latent: the widths of c and k_pe.
-        heads, nope, width_v: heads, columns of q without the rotary part, columns of v.
+        heads: the number of heads.
+        nope: the columns of q without the rotary part.
+        width_v: the columns of v.
+        decoded: the weight of kv_b_proj, if that is quantised; otherwise None.
     """
 
     def __init__(self, module: Any) -> None:
         self.latent = module.kv_lora_rank, module.qk_rope_head_dim
         self.nope, self.width_v = module.qk_nope_head_dim, module.v_head_dim
         self.expand = module.kv_b_proj
-        self.made: Tensor | None = None
+        self.decoded: Tensor | None = None
         if not is_plain(self.expand):
-            # A layer of few bits is decoded: the product with the identity is its weight.
-            self.made = self.expand(_identity(module, self.latent[0])).T
+            # The product of a quantised layer with the identity is its weight.
+            self.decoded = self.expand(_identity(module, self.latent[0])).T
         self.heads = self.weight.shape[0] // (self.nope + self.width_v)
 
     @property
     def weight(self) -> Tensor:
         """[heads * (nope + width_v), latent[0]]"""
-        return self.expand.weight if self.made is None else self.made
+        return self.expand.weight if self.decoded is None else self.decoded
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """W_k [heads, nope, latent[0]] and W_v [heads, width_v, latent[0]], views."""
@@ -101,7 +108,8 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def absorbed(module: Any) -> Absorbed:
-    """The products that replace a latent layer's expansion.
+    """The products that replace a latent layer's expansion. A trial with random c and k_pe compares them
+    with the layer's own keys and values.
 
     Raises:
         ValueError: the layer computes something else.
@@ -129,15 +137,17 @@ def absorbed(module: Any) -> Absorbed:
         up_k, up_v = (c[0].float() @ x.float().mT for x in found.parts())
         rotary = k_pe[0].float().expand(found.heads, -1, -1)
         for own, ours in ((keys, torch.cat([up_k, rotary], -1)), (values, up_v)):
-            off = own.shape[1:] != ours.shape or (own[0].float() - ours).square().mean().sqrt()
-            if off is True or not off <= MOST * ours.std():
+            agrees = own.shape[1:] == ours.shape
+            if agrees:
+                agrees = (own[0].float() - ours).square().mean().sqrt() <= MOST * ours.std()
+            if not agrees:
                 raise ValueError(f"{name} expands its latents by more than kv_b_proj")
     return found
 
 
 def latents_of(net: nn.Module) -> tuple[tuple[int, int], int] | None:
-    """(the widths of c and k_pe, the number of layers of a cache) of a network of latent attention;
-    None for another one.
+    """(the widths of c and k_pe, the number of layers of its cache) of a network with latent attention;
+    None for any other network.
 
     Raises:
         ValueError: layers of several widths.

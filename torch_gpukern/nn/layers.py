@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Linear with a fused activation, Attention with grouped heads and a cache, MLP of the gated kind."""
+"""Three modules: Linear with a fused activation, a gated MLP, and Attention with grouped heads and
+a paged cache."""
 
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -79,7 +80,7 @@ def has_hooks(m: torch.nn.Module) -> bool:
 
 def is_itself(m: torch.nn.Module) -> bool:
     """Whether calling the module computes its product and nothing else: no adapter, no hook, no
-    parametrisation, no replaced forward. Then the activation behind it may be fused.
+    parametrisation, no replaced forward. If so, the activation behind it may be fused.
     """
     return (
         type(m) is Linear
@@ -90,10 +91,11 @@ def is_itself(m: torch.nn.Module) -> bool:
 
 
 class MLP(torch.nn.Module):
-    """``down(activation(gate(x)) * up(x))``, which is SwiGLU if activation is silu. The activation
-    is fused into gate's product as long as gate_proj is the Linear that was created here.
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))``, which is SwiGLU if activation is silu.
+    The names are those of Llama and most later models.
 
-    The names are those of Llama and most later models: gate_proj, up_proj, down_proj.
+    The activation is fused into gate_proj's product as long as gate_proj is the plain Linear that
+    was created here.
     """
 
     def __init__(
@@ -130,13 +132,15 @@ class Attention(torch.nn.Module):
     cache to decode over.
 
     Args:
-        hidden_size: of x.
+        hidden_size: size of x's last dimension.
         num_heads: query heads.
         num_kv_heads: key heads, a divisor of num_heads; None is num_heads.
         head_dim: None is hidden_size / num_heads.
-        window: keys that a query sees, itself among them; None is all.
+        window: number of keys that a query sees to its left, its own key included. Without
+            is_causal a query sees as many to its right. None is all.
         softcap, is_causal: as in `torch_gpukern.flash_attn`.
-        dropout: of the probabilities, in training; its seed comes from torch's generator.
+        dropout: probability of dropping an attention weight, in training only. The seed comes from
+            torch's generator.
     """
 
     def __init__(
@@ -207,14 +211,15 @@ class Attention(torch.nn.Module):
                 and seq_lens and slots.
             seq_lens: [B] int32, the tokens of each sequence, the new ones included.
             slots: [B * S], the places of the new tokens in the cache.
-            k_scale, v_scale: of the cache, as `paged_attn` takes them.
+            k_scale, v_scale: scales of an 8-bit cache, as `paged_attn` takes them.
             attn_mask: without a cache as in `torch_gpukern.flash_attn`: bool, broadcastable to [B,
                 num_heads, S, S], or an `AttnMask`. A query sees the keys that the mask, is_causal,
                 the window and the bounds all allow. With a cache as in `paged_attn`: bool [B, S, S]
                 or [B * S, S] over the new tokens, in place of the causal rule among them.
 
         Raises:
-            ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
+            ValueError: a cache without block_table, seq_lens and slots; a cache with kv_end or
+                without is_causal; an argument that the ops refuse.
         """
         if not isinstance(x, Tensor):
             raise ValueError(
@@ -248,7 +253,7 @@ class Attention(torch.nn.Module):
                 raise ValueError("Attention: cache needs block_table, seq_lens and slots")
             if kv_end is not None or not self.is_causal:
                 raise ValueError(
-                    "Attention: kv_end and bidirectional attention are served without a cache alone"
+                    "Attention: with a cache, kv_end must be None and is_causal must be True"
                 )
             scales = {"k_scale": k_scale, "v_scale": v_scale}
             kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots, **scales)
@@ -262,7 +267,7 @@ class Attention(torch.nn.Module):
                 attn_mask=attn_mask,
                 **scales,
             )
-        # not -1, which a batch of 0 leaves open
+        # A size of -1 would be ambiguous for a batch of 0.
         return self.o_proj(out.reshape(batch, seq, out.shape[-2] * out.shape[-1]))
 
 

@@ -83,7 +83,8 @@ class Patched:
         if left:
             what = "; ".join(f"{name or 'the model'}: {why}" for name, why in left.items())
             raise RuntimeError(
-                f"gpukern: what was changed since patch cannot be restored, the rest is: {what}"
+                f"gpukern: modules that were changed after patch cannot be restored; all others "
+                f"are restored: {what}"
             )
         self.replaced.clear()
 
@@ -116,36 +117,37 @@ def patch(
     - ``nn.Linear`` becomes `torch_gpukern.nn.Linear`, the same object with the same parameters and
       hooks. An activation behind it in an ``nn.Sequential`` (ReLU, GELU, SiLU) is fused, as long
       as both modules are unchanged.
-    - ``nn.RMSNorm`` and ``nn.LayerNorm`` become those of `torch_gpukern.nn`. So do classes named
-      ``...RMSNorm`` (Llama's, Gemma's, Qwen's and others, with a weight that 1 is added to or not),
-      and MLPs of gate_proj, up_proj, down_proj and act_fn run `swiglu` or `geglu` between their
-      products, where two rows of numbers come out the same. 16-bit norms round once where Llama's
-      round twice.
+    - ``nn.RMSNorm`` and ``nn.LayerNorm`` become those of `torch_gpukern.nn`.
+    - Classes named ``...RMSNorm`` (Llama's, Gemma's, Qwen's and others) become RMS norms, too. MLPs
+      of gate_proj, up_proj, down_proj and act_fn run `swiglu` or `geglu` between their products.
+      Both are replaced only if ours give the same result for two rows of numbers. 16-bit norms
+      round once; Llama's round twice.
     - In ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` nothing is replaced: PyTorch's
       inference path reads their weights and calls no module. `torch_gpukern.integrations.sdpa`
       serves these.
-    - Subclasses of nn.Linear keep their own forward: LoRA's wrapped base layer is an nn.Linear and
-      is replaced, quantised layers are not. Weights that are tensor subclasses go through F.linear
-      as before.
+    - Subclasses of nn.Linear keep their own forward. LoRA's wrapped base layer is an nn.Linear and
+      is replaced. Quantised layers are subclasses and are not. Weights that are tensor subclasses
+      go through F.linear as before.
 
-    Tools that look for nn.Linear by its very type (``torch.ao.quantization.quantize_dynamic``) find
-    none in a patched model, and ``torch.jit.script`` takes no call of ours: restore first.
+    Restore the model before two kinds of tools are used. Tools that compare types with nn.Linear
+    (``torch.ao.quantization.quantize_dynamic``) find none in a patched model, and
+    ``torch.jit.script`` cannot compile our calls.
 
-    transformers' attention is not a module to replace:
-    `torch_gpukern.integrations.transformers.register`.
+    transformers' attention is a function, not a module:
+    `torch_gpukern.integrations.transformers.register` replaces it.
 
     Args:
-        say: is called with each line; None says nothing.
+        say: called with each line; None prints nothing.
         fused_linear_cross_entropy: a transformers causal model that is given labels computes its
-            loss by `linear_cross_entropy`, never has its logits in memory, and returns None for
-            them. Calls without labels are as before. Softcaps and scales of logits are served. A
-            model whose forward does something else besides head and loss is left, and named.
+            loss by `linear_cross_entropy`. Its logits are never in memory, and it returns None for
+            them. Calls without labels are as before. Softcaps and scales of logits are supported. A
+            model whose forward does more than head and loss is left and named.
 
     Returns:
-        Patched, whose ``restore()`` undoes all of it. Where patch raises, nothing is changed.
+        Patched, whose ``restore()`` undoes all of it. If patch raises, nothing is changed.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is not a torch.nn.Module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gpukern patch: model must be a torch.nn.Module, got {model!r}")
@@ -163,12 +165,12 @@ def patch(
 
 
 def _patch(done: Patched, model: torch.nn.Module) -> None:
-    closed: set[torch.nn.Module] = set()
+    closed: set[torch.nn.Module] = set()  # modules that PyTorch's transformer layers do not call
     for module in model.modules():
         if isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)):
             closed.update(module.modules())
     _patch_rows(done, model, closed)
-    fused: dict[str, str] = {}  # a Linear's name: the activation that joins its pass
+    fused: dict[str, str] = {}  # a Linear's name: the activation that is fused into it
     uses = Counter(child for module in model.modules() for child in module._modules.values())
     for name, module in model.named_modules():
         if type(module) is not torch.nn.Sequential or module in closed or "forward" in vars(module):
@@ -238,8 +240,8 @@ def _activation_of(module: torch.nn.Module) -> Any:
 
 
 def _pairs_of(sequence: torch.nn.Sequential, uses: Counter) -> dict[str, tuple[str, str]]:
-    """Maps a Linear's name to (the name of the activation behind it, which activation it is). A
-    pair with hooks, and a Linear that is used elsewhere too, are left out.
+    """Maps the name of a Linear to (the name of the activation module behind it, the op's name for
+    that activation). A pair with hooks and a Linear that is used elsewhere, too, are left out.
     """
     children, found = list(sequence._modules.items()), {}
     for (first_name, first), (second_name, second) in zip(children, children[1:]):

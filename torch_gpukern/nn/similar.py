@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""RMS norms and gated MLPs of transformers and similar libraries, which compute what one of our ops
-computes under another name.
+"""RMS norms and gated MLPs of other libraries, such as transformers, that compute the same as one of
+our ops.
 
-A class's name does not say what it computes. So `patch` evaluates the module: it is replaced only
-if both give the same result for two rows of its size.
+A class's name does not say what it computes. So `patch` runs the module on two rows of numbers, and
+replaces it only if our op gives the same result.
 """
 
 import inspect
@@ -22,9 +22,10 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class SimilarRMSNorm(torch.nn.Module):
-    """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
+    """The class that replaces another library's RMS norm: `torch_gpukern.rms_norm` with the module's
+    own weight."""
 
-    # (name of the attribute eps, whose value may change; weight_offset, an integer because
+    # (name of the attribute that has eps, whose value may change; weight_offset, an integer because
     # torch.compile treats it as a constant; whether the result has the promoted dtype of x and
     # weight instead of x's; name of forward's argument)
     _gpukern_rule: tuple[str, int, bool, str] = ("eps", 0, False, "x")
@@ -42,20 +43,22 @@ class SimilarRMSNorm(torch.nn.Module):
 
 
 class SimilarMLP(torch.nn.Module):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class. Activation and
-    product are one op as long as act_fn is unchanged."""
+    """The class that replaces another library's gated MLP,
+    ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``. Activation and multiplication are one op as long
+    as act_fn is unchanged."""
 
-    # (the activation; `_kind` of the act_fn that computes it; name of forward's argument)
+    # (the activation; `_kind` of act_fn when it was replaced; name of forward's argument)
     _gpukern_rule: tuple[str, Any, str] = ("silu", None, "x")
 
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
-        activation, judged, name = self._gpukern_rule
+        activation, kind, name = self._gpukern_rule
         x = _argument(name, given, named)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if has_hooks(self.act_fn) or _kind(self.act_fn) != judged or not served(gate, up):
+        if has_hooks(self.act_fn) or _kind(self.act_fn) != kind or not served(gate, up):
             return self.down_proj(self.act_fn(gate) * up)
         if activation == "silu":
-            # a quantised layer takes the codes of the product, if nothing else sees its input
+            # A quantised layer can quantise gate and up in the same pass, unless a hook sees its
+            # input.
             fused = getattr(type(self.down_proj), "after_swiglu", None)
             if fused is not None and (out := fused(self.down_proj, gate, up)) is not None:
                 return out
@@ -64,7 +67,7 @@ class SimilarMLP(torch.nn.Module):
 
 
 def _argument(name: str, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> Tensor:
-    """The one argument of a forward that calls it `name`."""
+    """The argument of a forward that takes one, positional or by its name."""
     if len(given) == 1 and not named:
         return given[0]
     if not given and named.keys() == {name}:
@@ -82,8 +85,8 @@ def _kind(act_fn: Any) -> Any:
 
 
 def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
-    """(class of ours, its rule, what it is) for a module that computes the same; None for any
-    other."""
+    """(our class, its `_gpukern_rule`, a description) for a module that one of our classes can
+    replace; None for any other."""
     kind = type(module)
     ours = kind.__module__.startswith(("torch.", __name__.partition(".")[0]))
     if ours or "forward" in vars(module) or len(_parameters(kind)) != 1:
@@ -115,7 +118,7 @@ def _similar_mlp(module: torch.nn.Module) -> tuple[type, Any, str] | None:
         module = _with_plain_products(module)
         products = (module.gate_proj, module.up_proj, module.down_proj)
     for product in products:
-        # compressed-tensors packs the weight of an nn.Linear, which then has none.
+        # an nn.Linear whose weight compressed-tensors has packed has no attribute `weight`
         weight = getattr(product, "weight", None)
         if not isinstance(product, torch.nn.Linear) or type(weight) is not torch.nn.Parameter:
             return None
@@ -133,8 +136,8 @@ def _similar_mlp(module: torch.nn.Module) -> tuple[type, Any, str] | None:
 
 
 def _with_plain_products(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with small plain products in the place of quantised ones: how a module joins its
-    products does not depend on them."""
+    """A copy of the module with small plain products instead of its quantised ones. What it computes
+    between the products is the same."""
     other = type(module).__new__(type(module))
     other.__dict__.update(module.__dict__)
     sizes = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
@@ -180,7 +183,7 @@ def _first_that_agrees(
                 if _agree(want, _as(kind, module, rule)(x), like.dtype):
                     return kind, rule, f"{type(module).__name__} -> {_name_of(kind, rule)}"
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
-        return None  # not what it looked like
+        return None  # the module takes other arguments than its class and names suggest
     return None
 
 

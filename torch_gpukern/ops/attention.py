@@ -121,7 +121,7 @@ def backward_of(bwd: Op) -> Callable:
     asked = tuple(name for name in bwd.names if name.startswith("need_"))
 
     def backward(needs, q, out, grad_out, grad_lse, out_dtype=None, **kept):
-        if grad_out is None:  # the loss reads lse alone
+        if grad_out is None:  # the loss reads only lse
             grad_out = torch.zeros_like(out)
         if out_dtype is not None:
             out, grad_out = out.to(q.dtype), grad_out.to(q.dtype)

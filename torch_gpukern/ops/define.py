@@ -114,8 +114,7 @@ def _transformed(op: Op, args: tuple) -> Any:
 
 
 def _differentiating() -> bool:
-    """Whether torch.func differentiates in reverse mode. vmap alone and forward mode do not
-    count."""
+    """Whether torch.func differentiates in reverse mode. vmap and forward mode do not count."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     keys = [interpreter.key() for interpreter in stack]
     return torch._C._functorch.TransformType.Grad in keys

@@ -27,8 +27,8 @@ __all__: list[str] = []
 
 def _symbolic(op, q, k, v, out, lse, kv_start, kv_end, q_start, **_):
     bounds = {"kv_start": (kv_start, "B"), "kv_end": (kv_end, "B"), "q_start": (q_start, "B")}
-    held = {"out": (out, "B Hq Sq Dv"), "lse": (lse, "B Hq Sq")}
-    attention.sizes(op, q, k, v, **held, **bounds)
+    results = {"out": (out, "B Hq Sq Dv"), "lse": (lse, "B Hq Sq")}
+    attention.sizes(op, q, k, v, **results, **bounds)
     return ()
 
 

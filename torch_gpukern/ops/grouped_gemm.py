@@ -40,8 +40,8 @@ def grouped_gemm(
     Groups need no alignment and may be empty. On CUDA offs is read on the device.
 
     Args:
-        a: [M, K] float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, any strides.
-        b: [G, K, N] or [K, N] in a's dtype, any strides. The two 8-bit dtypes may be mixed.
+        a: [M, K] float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, any strides.
+        b: [G, K, N] or [K, N] in a's dtype, any strides. The two float8 dtypes may be mixed.
         offs: [G] int32: the end of each group.
         scale_a: for 8-bit dtypes: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`,
             over all rows of a. If groups are ranges of k: [M, 1].
@@ -51,8 +51,8 @@ def grouped_gemm(
         activation: as in `gemm`.
         out_dtype: a's dtype or float32. For 8-bit dtypes bfloat16 (the default), float16 or
             float32.
-        accumulate: as in `scaled_gemm`. Other dtypes are always summed in float32 and take only
-            ``"precise"``.
+        accumulate: as in `scaled_gemm`. Wider dtypes are always summed in float32 and take only
+            ``"precise"``. So does int8, whose sums are exact within a block of one scale.
 
     Returns:
         [M, N] or [G, M, N], contiguous.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Errors for unknown keywords, and defaults that torch.compile accepts.
 
-A call with a keyword of another library raises a TypeError that names the argument of this one."""
+A call with a keyword of another library raises a TypeError that names our argument."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from .._library import NAMESPACE
 
 __all__ = ["hide_unknown", "keep_defaults_constant", "number", "refuse_unknown"]
 
-_MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
+_MASK = "it takes no mask: is_causal, windows and lengths say which keys a query sees"
 _NO_DROPOUT = "there is no dropout: leave it out"
 _NO_ZERO = (
     "operands have no zero point: a zero point z of a is worth -z * scale_a * scale_b * b.sum(0), "
@@ -23,8 +23,8 @@ _SCALES_ROUND_UP = (
     "or EVEN) are taken by scaled_gemm and dequantize as they are"
 )
 
-# Keyword of another library -> its names here, of which a function may have some; or a sentence
-# that says what to do instead.
+# Keyword of another library -> names of arguments of ours that replace it, of which a function may have
+# some; or a sentence that says what to do instead.
 _OURS: dict[str, tuple[str, ...] | str] = {
     "causal": ("is_causal",),
     "softmax_scale": ("scale",),
@@ -49,13 +49,13 @@ _OURS: dict[str, tuple[str, ...] | str] = {
     "attention_mask": ("attn_mask",),
     "attn_bias": ("bias",),
     "block_mask": ("attn_mask",),
-    "score_mod": "scores are changed by scale, softcap, alibi_slopes and sinks alone",
+    "score_mod": "scores can only be changed by scale, softcap, alibi_slopes, sinks and, in flash_attn, bias",
     "dropout_p": _NO_DROPOUT,  # of functions without it
     "dropout": ("dropout_p",),
     "p_dropout": ("dropout_p",),
-    "enable_gqa": "heads are grouped wherever k has fewer than q: leave it out",
-    "deterministic": "torch.use_deterministic_algorithms(True) is obeyed: leave it out",
-    "num_splits": "long contexts are split by themselves: leave it out",
+    "enable_gqa": "heads are grouped whenever k has fewer heads than q: leave it out",
+    "deterministic": "leave it out and call torch.use_deterministic_algorithms(True)",
+    "num_splits": "long contexts are split automatically: leave it out",
     "act": ("activation",),
     "epilogue": ("activation",),
     "approximate": 'activation="gelu_tanh" is the approximate GELU',
@@ -82,14 +82,13 @@ _OURS: dict[str, tuple[str, ...] | str] = {
     "precomputed_lse": "lse is computed in the same pass as the loss: leave it out",
     "size_average": ("reduction",),
     "normalized_shape": "norms are over the last dimension: leave it out",
-    "residual_in_fp32": "a float32 residual wants a float32 x: pass x.float() and cast what is "
-    "normalised",
+    "residual_in_fp32": "a float32 residual needs a float32 x: pass x.float() and cast the result",
 }
 
 
 def refuse_unknown(public: Callable, unknown: dict[str, Any], more: tuple = ()) -> NoReturn:
-    """TypeError for keywords that `public` does not have, and for positional arguments `more` that
-    must be passed by name."""
+    """Raises TypeError for keywords that `public` does not have, or for positional arguments `more`
+    that must be passed by name."""
     name = public.__name__
     parameters = [
         p for p in inspect.signature(public).parameters.values() if p.kind not in _REFUSED
@@ -108,11 +107,7 @@ def refuse_unknown(public: Callable, unknown: dict[str, Any], more: tuple = ()) 
     ours = _OURS.get(given)
     if isinstance(ours, tuple):
         ours = [n for n in ours if n in names]
-        ours = (
-            f"{' and '.join(ours)} {'is' if len(ours) == 1 else 'are'} what says it here"
-            if ours
-            else None
-        )
+        ours = f"use {' and '.join(ours)}" if ours else None
     raise TypeError(
         f"{NAMESPACE}::{name}: it has no argument '{given}'; "
         f"{ours or 'its arguments are ' + ', '.join(names)}"

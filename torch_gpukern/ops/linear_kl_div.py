@@ -74,7 +74,8 @@ def linear_kl_div(
 
     Hinton et al. (2015), arXiv:1503.02531; Agarwal et al. (GKD), arXiv:2306.13649.
     """
-    # texts are made where they are needed: a compiled caller may hold symbols for the numbers
+    # Each text is made inside its `if`: under torch.compile a number may be a symbol, and printing
+    # it would be a guard.
     if not 0 < temperature < math.inf:
         raise _refused(f"temperature must be positive and finite, got {temperature}")
     if not 0 <= beta <= 1:
@@ -96,11 +97,13 @@ def linear_kl_div(
             f"target must be integers of shape {list(tokens)}, got {target.dtype} "
             f"{list(target.shape)}"
         )
-    rows, mask = x.reshape(-1, x.shape[-1]), None
+    rows = x.reshape(-1, x.shape[-1])
+    mask = None
     if target is not None:
         counts = target.reshape(-1) != ignore_index
-        # gradients of rows that do not count are 0, and 0 times NaN would be NaN
-        rows, mask = rows.masked_fill(~counts[:, None], 0.0), counts.to(torch.uint8)
+        # x of a row that does not count may be NaN, which times its gradient of 0 would be NaN
+        rows = rows.masked_fill(~counts[:, None], 0.0)
+        mask = counts.to(torch.uint8)
     teacher = (
         teacher_x.detach().reshape(-1, teacher_x.shape[-1]),
         teacher_weight.detach(),
@@ -134,14 +137,16 @@ def _kernel(
 ):  # fmt: skip
     wide = chunks.accumulator(x)
     rules = chunks.Rules(None, 0, 0.0, 0.0, 1.0, 0.0, fp32_precision)
-    loss, room = x.new_empty(x.shape[0], dtype=wide), []
+    loss = x.new_empty(x.shape[0], dtype=wide)
+    buffer = teacher_x.new_empty(0)  # of the teacher's logits, reused while the rows fit
 
     def teachers(rows: slice, n: int) -> Tensor:
-        """The teacher's logits of some rows, in the student's wide dtype."""
+        """The teacher's logits of n rows, in the dtype of the student's logits."""
+        nonlocal buffer
         own = chunks.accumulator(teacher_x)
-        if not room or room[0].shape[0] < n:
-            room[:] = [teacher_x.new_empty(n, teacher_weight.shape[0], dtype=own)]
-        z = room[0][:n]
+        if buffer.shape[0] < n:
+            buffer = teacher_x.new_empty(n, teacher_weight.shape[0], dtype=own)
+        z = buffer[:n]
         c = None if teacher_bias is None else teacher_bias.to(teacher_x.dtype)
         ops.gemm.out(
             teacher_x[rows], teacher_weight.mT, c, out_dtype=own, fp32_precision=fp32_precision,
@@ -166,7 +171,7 @@ def _kernel(
     if reduction == "mean":
         count = x.shape[0] if mask is None else mask.sum(dtype=torch.float64)
         count = torch.as_tensor(count, dtype=torch.float64, device=x.device)
-        # if no row counts the loss is NaN, but gradients are 0
+        # If no row counts, the loss is NaN and the gradients are 0.
         factor = torch.where(count == 0, 0.0, 1.0 / count).to(wide)
         total = total / count
     return total.to(wide), factor, dx, kept, dbias
@@ -211,8 +216,9 @@ def _save(needs, args, loss, factor, dx, kept, dbias):
 
 
 def _backward(needs, factor, dx, kept, dbias, x, fp32_precision, low_memory, grad_loss, **_):
-    made = grad_loss, factor, dx, kept, dbias, x, fp32_precision, low_memory
-    dx, dweight, dbias = _scalar_bwd.call(*made)
+    dx, dweight, dbias = _scalar_bwd.call(
+        grad_loss, factor, dx, kept, dbias, x, fp32_precision, low_memory
+    )
     return {"x": dx, "weight": dweight, "bias": dbias}
 
 

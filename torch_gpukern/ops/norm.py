@@ -145,7 +145,7 @@ def _declare(public: Callable) -> Op:
     )
 
     def backward(needs, h, weight, bias_dtype, eps, weight_offset, grad_out, grad_sum, **_):
-        if grad_out is None:  # the loss reads the sum alone
+        if grad_out is None:  # the loss reads only the sum
             return {"x": grad_sum, "residual": grad_sum}
         dx, dweight, dbias = bwd.call_named(
             grad_out=grad_out,

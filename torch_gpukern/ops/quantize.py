@@ -54,16 +54,17 @@ def quantize(
 
     Raises:
         ValueError: a dtype, granularity or shape that the op does not take. On the CPU, a scale or
-            scale_ub of 0 or less. On CUDA, codes saturate with a scale of 0, and have the opposite
-            sign with a negative scale.
+            scale_ub of 0 or less. CUDA does not check that: with a scale of 0 the codes saturate,
+            and with a negative scale they have the opposite sign.
 
     Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling
     Formats 1.0 (2023).
     """
     if more or unknown:
         refuse_unknown(quantize, unknown, more)
-    codes, made = _quantize.call(x, dtype, granularity, _bound("quantize", scale_ub, x), scale)
-    return codes, made if scale is None else scale
+    bound = _bound("quantize", scale_ub, x)
+    codes, new_scale = _quantize.call(x, dtype, granularity, bound, scale)
+    return codes, new_scale if scale is None else scale
 
 
 def silu_mul_quantize(
@@ -165,6 +166,7 @@ def dequantize(codes: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float
 
 
 def _bound(op: str, scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None:
+    """scale_ub as the tensor that the op takes."""
     if scale_ub is None or isinstance(scale_ub, Tensor):
         return scale_ub
     if not isinstance(scale_ub, (int, float)) or not scale_ub > 0:
@@ -178,21 +180,24 @@ def _bound(op: str, scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None
 
 
 def _scale(x: Tensor, granularity: str) -> Tensor:
+    """An empty tensor with the shape and dtype of quantize's scales."""
     dtype = torch.float8_e8m0fnu if granularity == "1x32" else torch.float32
     if granularity == "tensor":
         return x.new_empty((), dtype=dtype)
     *lead, k = x.shape
-    blocks = (
-        1 if granularity == "row" else (k + 31) // 32 if granularity == "1x32" else (k + 127) // 128
-    )
+    if granularity == "row":
+        blocks = 1
+    else:
+        columns = 32 if granularity == "1x32" else 128
+        blocks = (k + columns - 1) // columns
     if granularity == "128x128":
         lead[-1] = (lead[-1] + 127) // 128
     return x.new_empty((*lead, blocks), dtype=dtype)
 
 
 def _symbolic(x, dtype, granularity, scale=None, **_):
-    made = _scale(x, granularity) if scale is None else x.new_empty(0, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), made
+    new_scale = _scale(x, granularity) if scale is None else x.new_empty(0, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), new_scale
 
 
 def _silu_symbolic(gate, dtype, granularity, **_):

@@ -72,7 +72,7 @@ def sample_tokens(
 
     Returns:
         [R] int64. A row with NaN gets the first NaN. Otherwise a row with +inf gets the first +inf,
-        and a row of -inf alone token 0. On CUDA no value of a tensor is read on the host, so the
+        and a row of only -inf token 0. On CUDA no value of a tensor is read on the host, so the
         call can be captured in a graph.
 
     There is no gradient.

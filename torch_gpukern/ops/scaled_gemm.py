@@ -42,7 +42,7 @@ def scaled_gemm(
 
     Args:
         a: [M, K] float8_e4m3fn or float8_e5m2, or int8; any strides.
-        b: [K, N] likewise, int8 with int8 alone; any strides.
+        b: [K, N] likewise; int8 goes only with int8. Any strides.
         scale_a: float32 or float8_e8m0fnu: [] or [1], or [Sm, Sk] with Sm of 1, ceil(M / 128), M
             and Sk of 1, ceil(K / 128), ceil(K / 32): element (i, k) has the scale of its row or
             block. `quantize` returns such scales.

@@ -36,7 +36,7 @@ def softmax(
             on the device.
 
     Returns:
-        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in
+        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of only -inf, is NaN, as in
         torch.
 
     Gradient: x. Not twice differentiable.
@@ -64,7 +64,7 @@ def log_softmax(x: Tensor, *more: NoReturn, scale: float = 1.0, **unknown: NoRet
         scale: finite.
 
     Returns:
-        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in
+        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of only -inf, is NaN, as in
         torch.
 
     Gradient: x. Not twice differentiable.

@@ -47,7 +47,7 @@ class Growth:
             new = ranges(have, need)
             new = rows[new[0]], new[1]
         lasts = sequences.table[rows, first]
-        shared = ((pool.holds[lasts] > 1) & (filled > 0)).nonzero()[0]
+        shared = ((pool.references[lasts] > 1) & (filled > 0)).nonzero()[0]
         if len(shared):
             shared = self._copied(shared[ends[shared] > lengths[shared]], lasts, filled)
             new = np.append(rows[shared], new[0]), np.append(first[shared], new[1])
@@ -79,14 +79,14 @@ class Growth:
         after the tokens of all others. So their copies are right, and so are the others themselves
         if this call fails.
         """
-        holds: dict[int, int] = {}
+        remaining: dict[int, int] = {}
         copied = []
         for i in sorted(shared.tolist(), key=filled.__getitem__):
             page = int(lasts[i])
-            left = holds.get(page, int(self.sequences.pool.holds[page]))
+            left = remaining.get(page, int(self.sequences.pool.references[page]))
             if left > 1:
                 copied.append(i)
-                holds[page] = left - 1
+                remaining[page] = left - 1
         return np.array(copied, np.intp)
 
     @property

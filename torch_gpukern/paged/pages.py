@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tensors of a PagedKVCache: its pages, their scales, and writes at slots. This part knows
-nothing of sequences."""
+"""The tensors of a PagedKVCache: its pages, their scales, and writes at slots. Sequences are in
+sequences.py."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from ..ops import kv_cache_write, kv_cache_write_latent, rope_kv_write
 from .scales import CODES, layer_scale, of_layers
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
-LATENT_ROW = 512, 64  # the widths that rows of 656 bytes have (csrc/include/gpukern_latent.h)
+LATENT_ROW = 512, 64  # the widths of latent rows in 8 bits (csrc/include/gpukern_latent.h)
 LATENT_BYTES = 656
 
 
@@ -25,7 +25,7 @@ class KVPages:
     Attributes:
         k: [layers, num_blocks, block_size, heads_kv, head_dim].
         v: [layers, num_blocks, block_size, heads_kv, head_dim_v]. With latents, a view of k.
-        k_scale, v_scale: of 8-bit pages, as `PagedKVCache` takes them.
+        k_scale, v_scale: scales of 8-bit pages, as `PagedKVCache` takes them.
         latent: the widths of the latent and of the rotary part of a row, or None.
     """
 
@@ -163,9 +163,9 @@ class KVPages:
             _set_page(scale, target, scale[:, source])
 
     def _move_rows(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copies the tokens at the slots `sources` to the slots `targets`, in all layers. All are
-        read before one is written. Latents are moved once, because v is a view of k: a row that was
-        moved to another one's place would else be moved again."""
+        """Copies the tokens at the slots `sources` to the slots `targets`, in all layers. All rows are
+        read before the first one is written. Rows of latents are in k only: v is a view of k, and
+        moving it, too, would move rows a second time."""
         at, to = (torch.from_numpy(x).to(self.k.device) for x in (sources, targets))
         for pages in self._pages():
             rows = (pages.view(torch.uint8) if pages.dtype in CODES else pages).flatten(1, 2)
@@ -173,9 +173,9 @@ class KVPages:
 
     @contextmanager
     def _copied_scales(self, copies: list[tuple[int, int, int]]) -> Iterator[None]:
-        """Context that copies the scales of shared pages before their tokens are copied: tokens
-        that the body writes must be rounded by the copied scales. If the body raises, the scales
-        are restored.
+        """A context for the body that writes new tokens to copies of shared pages. It copies the
+        scales first, because the body rounds the new tokens by them. If the body raises, the scales are
+        restored.
         """
         before = [
             (scale, target, scale[:, target].clone())

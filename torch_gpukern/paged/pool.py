@@ -30,7 +30,7 @@ class PagePool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.holds = np.zeros(num_blocks, np.int32)
+        self.references = np.zeros(num_blocks, np.int32)
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # a stack, next page last
         self._n_free = num_blocks
         self._page_of: dict[bytes, int] = {}
@@ -59,12 +59,12 @@ class PagePool:
             page, _ = self._idle.popitem(last=False)
             self._unpublish(page)
             self._push(np.array([page], np.int32))
-        self.holds[self._free[self._n_free - n : self._n_free]] = 1
+        self.references[self._free[self._n_free - n : self._n_free]] = 1
         self._n_free -= n
 
     def share(self, pages: Pages) -> None:
         """Counts one more sequence for these pages."""
-        self.holds[pages] += 1
+        self.references[pages] += 1
         if self._idle:
             for page in pages.tolist():
                 self._idle.pop(page, None)
@@ -72,12 +72,12 @@ class PagePool:
     def drop(self, pages: Pages) -> None:
         """Counts one sequence less for these pages, which are in the order of its tokens. The last
         ones will be reused first."""
-        self.holds[pages] -= 1
+        self.references[pages] -= 1
         left = pages[::-1]
-        holds = self.holds[left]
-        self._push(left[holds == 0])
+        references = self.references[left]
+        self._push(left[references == 0])
         if self._digest_of:
-            for page in left[holds == 1].tolist():
+            for page in left[references == 1].tolist():
                 if page in self._digest_of:
                     self._idle[page] = None
 
@@ -87,7 +87,7 @@ class PagePool:
         if known_by not in self._page_of and page not in self._digest_of:
             self._page_of[known_by] = page
             self._digest_of[page] = known_by
-            self.holds[page] += 1
+            self.references[page] += 1
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """The published pages of the digests, up to the first digest without one."""
@@ -107,7 +107,7 @@ class PagePool:
 
     def _unpublish(self, page: int) -> None:
         del self._page_of[self._digest_of.pop(page)]
-        self.holds[page] -= 1
+        self.references[page] -= 1
 
     def _push(self, pages: Pages) -> None:
         self._free[self._n_free : self._n_free + len(pages)] = pages

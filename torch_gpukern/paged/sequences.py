@@ -179,7 +179,7 @@ class Sequences:
             at, to = at[at != to], to[at != to]
             pages = self.table[row, to // self.block_size]
             published = (len(self.chains[row]) - 1) * self.block_size
-            if (self.pool.holds[pages] > 1).any() or (to < published).any():
+            if (self.pool.references[pages] > 1).any() or (to < published).any():
                 raise ValueError(
                     "PagedKVCache.keep: a page that tokens move to is shared or published; call "
                     "keep before fork and publish"

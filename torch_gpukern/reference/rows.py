@@ -113,7 +113,7 @@ def rope(q, k, cos, sin, positions=None, *, interleaved=False):
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x [B, H, S, D], or packed [T, H, D], rotated and not rounded."""
-    # where heads are inserted into [.., S, R / 2]
+    # the dimension at which heads are inserted into [.., S, R / 2]
     heads = 1 if x.dim() == 3 or positions.dim() == 2 else 0
     c, s = (table[positions].unsqueeze(heads) for table in (cos, sin))
     x, r = _wide(x), 2 * cos.shape[1]
@@ -151,13 +151,11 @@ def cross_entropy(
     if z_loss:
         kept = (target != ignore_index).reshape(-1)
         more = (z_loss * z.reshape(-1, z.shape[-1]).logsumexp(-1).square()).where(kept, 0.0)
-        loss = loss + (
-            more
-            if reduction == "none"
-            else more.sum() / kept.sum()
-            if reduction == "mean"
-            else more.sum()
-        )
+        if reduction != "none":
+            more = more.sum()
+        if reduction == "mean":
+            more = more / kept.sum()
+        loss = loss + more
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -173,9 +171,9 @@ def linear_cross_entropy(
 
 
 def kl_div(logits, teacher_logits, *, mask=None, beta=0.0, temperature=1.0):
-    """``KL(T || S)`` for beta 0, ``KL(S || T)`` for beta 1, between them ``beta KL(T || M) +
-    (1 - beta) KL(S || M)`` with M = beta T + (1 - beta) S, where S and T are the softmax of both
-    logits / temperature; 0 where mask is 0."""
+    """The divergence of each row. S and T are the softmax of logits / temperature of student and
+    teacher. beta 0: ``KL(T || S)``. beta 1: ``KL(S || T)``. Between them, with M = beta T +
+    (1 - beta) S: ``beta KL(T || M) + (1 - beta) KL(S || M)``. Rows with mask 0 give 0."""
     hidden = None if mask is None else mask == 0
     s, t = (
         (_wide(z) if hidden is None else _wide(z).masked_fill(hidden[..., None], 0.0)) / temperature
@@ -184,10 +182,11 @@ def kl_div(logits, teacher_logits, *, mask=None, beta=0.0, temperature=1.0):
     s, t = s.log_softmax(-1), t.log_softmax(-1)
 
     def divergence(p, q):
-        # the difference is masked twice, so that neither it nor its gradient is NaN
-        none = p == -torch.inf
-        away = (p.masked_fill(none, 0.0) - q.masked_fill(none, 0.0)).masked_fill(none, 0.0)
-        return (p.exp() * away).sum(-1)
+        # p = -inf has the summand 0. Operands and difference are masked, so that neither the
+        # summand nor its gradient is NaN.
+        zero = p == -torch.inf
+        difference = p.masked_fill(zero, 0.0) - q.masked_fill(zero, 0.0)
+        return (p.exp() * difference.masked_fill(zero, 0.0)).sum(-1)
 
     if beta == 0:
         loss = divergence(t, s)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The definition of `sample_tokens` in plain PyTorch, part of `reference`.
 
-A probability becomes an integer weight, a multiple of 2^-43 of the largest one. Sums of integers do
-not depend on their order. All operations before are sums, products and quotients of float64, each
-rounded by itself, in the order of csrc/formats/sample_weight.h. So the tokens are the kernels',
-bit for bit, on every device.
+A probability becomes an integer weight, in units of 2^-43 of the largest one. Sums of integers do not
+depend on their order. All operations before that are sums, products and quotients of float64, each
+rounded once, in the order of csrc/formats/sample_weight.h. So every device draws the same tokens as the
+kernels.
 """
 
 from decimal import Decimal, localcontext
@@ -14,8 +14,10 @@ from torch import Tensor
 
 __all__ = ["sample_tokens"]
 
-ONE = 2.0**43  # the weight of the likeliest token: fewer than 2^20 of them have a sum below 2^63
-LEAST = -31.0  # below it a weight is 0
+ONE = (
+    2.0**43
+)  # the weight of the likeliest token; the sum of up to 2^20 - 1 of them fits into int64
+LEAST = -31.0  # a smaller exponent has the weight 0
 
 
 def _powers() -> list[float]:
@@ -45,7 +47,8 @@ def sample_tokens(
     repetition_penalty: Tensor | None = None,
 ) -> Tensor:
     """int64 [R]: a token for each row of logits [R, V]. csrc/include/gpukern_sample.h has the
-    equations. A number below 0 or NaN counts as 0, one from 1 on as the largest below 1."""
+    equations. A `number` below 0 or NaN counts as 0. A number of 1 or more counts as the largest one
+    below 1."""
     x = logits.double()
     rows, vocab = x.shape
     if counts is not None and slots is not None:
@@ -69,8 +72,8 @@ def sample_tokens(
     e = scaled_exp(x)
     if min_p is not None:
         e = torch.where(e >= (min_p.double() * ONE)[:, None], e, 0.0)
-    # Tokens without a weight come last in the order of x. A logit of -inf has x NaN if the
-    # temperature is inf.
+    # Tokens without a weight must be last in the order of x. Their x may be NaN: that of a logit of -inf
+    # if the temperature is inf.
     x = torch.where(e > 0, x, -torch.inf)
     w = e.round().long()
     if top_k is not None or top_p is not None:
@@ -119,8 +122,8 @@ def _penalised(x, times, in_prompt, presence, frequency, repetition) -> Tensor:
 
 
 def scaled_exp(x: Tensor) -> Tensor:
-    """e^x 2^43 of float64 x from LEAST to 0, with a relative error below 2^-47; 0 for other x and
-    for NaN. `round` makes weights of it."""
+    """e^x 2^43 for float64 x from LEAST to 0, with a relative error below 2^-47; 0 for any other x and
+    for NaN. Rounded, these are the weights."""
     seen = x >= LEAST
     x = torch.where(seen, x, 0.0)
     n = (x * float.fromhex("0x1.71547652b82fep+5")).round()
@@ -138,11 +141,11 @@ def scaled_exp(x: Tensor) -> Tensor:
 
 
 def among(x: Tensor, w: Tensor, most: Tensor, share: Tensor) -> Tensor:
-    """bool [R, V]: the tokens that top_k (`most`) and then top_p (`share`) leave, of x with weights
-    w.
+    """bool [R, V]: the tokens that top_k (`most`) and then top_p (`share`) keep, for values x with
+    weights w.
 
-    The least value that stays is found in sorted order. As many tokens with that value stay as
-    there is room for, the lower ones first.
+    In sorted order, the first tokens are kept. If tokens have the same value as the last kept one, those
+    with lower indices are kept.
     """
     values, order = x.sort(-1, descending=True)
     rank = torch.arange(x.shape[-1], device=x.device)

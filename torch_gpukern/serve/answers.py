@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The answers of a call as parts of text, in the event loop."""
+"""Turns the tokens of a call's answers into parts of text, in the event loop of HTTP."""
 
 from __future__ import annotations
 

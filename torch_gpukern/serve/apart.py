@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine in a process of its own.
+"""Runs the engine in a process of its own.
 
-HTTP takes about as much of Python's time as the steps do, and threads of one process share one
-lock: a wait of 4 ms for the device became 14 ms beside a thread that wrote 64 streams. So `gpukern
-serve` runs the engine in another process. This module has both ends of the pipe between them.
+HTTP takes about as much time in Python as the steps do, and threads of one process share one lock. A
+wait of 4 ms for the device became 14 ms beside a thread that wrote 64 streams. So `gpukern serve` runs
+the engine in another process. This module has both ends of the pipe between them.
 
-    Apart     in the process of HTTP: what the application needs of an Engine
+    Apart     in the process of HTTP: the methods of an Engine that the application calls
     _begin    in the process of the engine
 
 After each step the engine sends one message with the tokens of all requests. The engine's process

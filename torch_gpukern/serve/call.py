@@ -115,10 +115,10 @@ def streamed_usage(fields: Fields, stream: bool) -> bool:
         return False
     name = "stream_options"
     if not stream:
-        raise Refused(name, f"{name} is {shown(options)}; expected it with stream: true alone")
+        raise Refused(name, f"{name} is {shown(options)}; expected it only with stream: true")
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
         raise Refused(
-            name, f"{name} is {shown(options)}; expected an object with include_usage alone"
+            name, f"{name} is {shown(options)}; expected an object that has only include_usage"
         )
     usage = options.get("include_usage", False)
     if usage is not None and not isinstance(usage, bool):

@@ -135,8 +135,8 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--drafts",
         type=whole(0),
-        default=4,
-        help="tokens drafted for a request in a step; 0 is none",
+        default=3,
+        help="tokens of a branch drafted for a request in a step; 0 is none",
     )
     p.add_argument(
         "--draft-branches",
@@ -255,7 +255,7 @@ def engine_of(what: loading.What, device: torch.device) -> Running:
         if others is not None:
             ready.model.lead(others)
         began = time.perf_counter()
-        ready.model.prepare(what.batch)
+        ready.model.prepare(what.batch, what.drafts, what.draft_branches)
         captured = time.perf_counter() - began
     except BaseException:
         if others is not None:
@@ -297,10 +297,10 @@ def about(ready: loading.Ready, engine: Engine, captured: float) -> str:
     pages = cache.nbytes
     where = f"on {cache.k.device}" if ranks == 1 else f"on each of {ranks} ranks"
     few = "" if ready.recipe is None else f" ({ready.recipe}{kept_experts(net)})"
-    graphs = ready.model.graphs
-    steps = (
-        f"; steps of up to {max(graphs)} requests captured in {captured:.1f} s" if graphs else ""
-    )
+    graphs, steps = ready.model.graphs, ""
+    if graphs:
+        most = max(shape.requests for shape in graphs)
+        steps = f"; {len(graphs)} steps of up to {most} requests captured in {captured:.1f} s"
     return (
         f"{size(weights)} of weights{few} {where}, "
         f"{size(pages)} of cache: {cache.num_blocks} pages of {cache.block_size} tokens, "

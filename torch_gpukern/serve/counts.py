@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How often each token stands in the answers of the requests that have penalties, and which tokens
-their prompts have.
+"""Counts how often each token occurs in the answers of requests with penalties, and marks the tokens of
+their prompts.
 
-The counts stay on the device, in a slot a request. A step brings the tokens that came since the
-last one, so that its cost does not grow with the answer. `sample_tokens` reads the rows in place,
+The counts stay on the device, in a row for each request. A step sends only the tokens that are new since
+the last step, so that its cost does not grow with the answer. `sample_tokens` reads the rows in place,
 and adds the drafted tokens itself.
 """
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+# The share of guesses that are right: before the first one, and how much the newest one counts.
+RIGHT, NEWEST = 0.5, 0.125
+LOOKED_AHEAD = 16  # tokens of a draft that may be expected to be right
 LOOKED = 16  # matches of an n-gram that are looked at for further branches
 
 
@@ -117,15 +120,29 @@ class NGrams:
         self.known = 0
         self.guesses: set[int] | None = None  # what drafts say of the token at `at`
         self.at = self.run = 0
+        self.right = RIGHT  # the share of guesses that were right, the newer ones counting more
+        self.ahead = 0  # tokens that the next draft may have
+
+    def expected(self, most: int) -> float:
+        """How many tokens of a draft of at most so many will be right, if each is as often right as
+        those were that `streak` has seen; 0 if there is no draft."""
+        return sum(self.right**n for n in range(1, min(most, self.ahead) + 1))
 
     def streak(self, tokens: list[int], branches: int = 1) -> int:
         """How many tokens in a row drafts would have been right up to now; 0 if there is no draft
         of the next token. Call it whenever tokens has grown."""
         if self.guesses is not None:
-            self.run = self.run + len(tokens) - self.at if tokens[self.at] in self.guesses else 0
-        draft = self.draft(tokens, 1, branches)
-        self.guesses, self.at = set(draft.tokens) if draft else None, len(tokens)
-        return self.run if draft else 0
+            right = tokens[self.at] in self.guesses
+            self.run = self.run + len(tokens) - self.at if right else 0
+            self.right += NEWEST * (right - self.right)
+        if branches == 1:
+            draft = self.draft(tokens, LOOKED_AHEAD)
+            self.ahead, guesses = len(draft), draft.tokens[:1]
+        else:  # which may have longer branches than the first
+            guesses = self.draft(tokens, 1, branches).tokens
+            self.ahead = LOOKED_AHEAD if guesses else 0
+        self.guesses, self.at = set(guesses) if guesses else None, len(tokens)
+        return self.run if guesses else 0
 
     def draft(
         self, tokens: list[int], most: int, branches: int = 1, room: int | None = None
@@ -154,14 +171,15 @@ class NGrams:
         return trie.draft()
 
     def _learn(self, tokens: list[int]) -> None:
-        for end in range(self.known, len(tokens)):  # n-grams that end before the last token
-            for n in self.sizes:
-                before = -1
-                if n <= end:
-                    key = tuple(tokens[end - n : end])
-                    before = self.after.get(key, -1)
-                    self.after[key] = end
-                self.earlier[n].append(before)
+        after = self.after
+        for n in self.sizes:
+            earlier, first = self.earlier[n], max(self.known, n)
+            earlier += [-1] * (min(first, len(tokens)) - len(earlier))
+            # the n-grams that end before the last token
+            parts = (tokens[first - n + i : len(tokens) - n + i] for i in range(n))
+            for end, key in enumerate(zip(*parts), first):
+                earlier.append(after.get(key, -1))
+                after[key] = end
         self.known = len(tokens)
 
     def _places(self, tokens: list[int], n: int) -> Iterator[int]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The scales of an 8-bit cache: a key and a value scale for each layer and head.
-
-Latents (nn/latent.py) have a scale for each row and 128 columns instead, which are stored with it.
+"""Finds the scales of an 8-bit cache: a key scale and a value scale for each layer and head.
 
 The model answers a few texts over a cache of its own dtype. A scale is the largest key or value of
-these answers, times MARGIN, over the largest code. So no data set is needed, and the first token of
-a text, whose keys are the largest in many models, is among those that are seen.
+these texts and answers, times MARGIN, over the largest code. No data set is needed. The texts include
+first tokens, whose keys are the largest in many models.
+
+Latents (nn/latent.py) need no such scales: each row is stored with its own, one for 128 columns.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ TEXTS = (
     '{"name": "lamp", "price": 49.90, "sizes": [12, 18, 24], "in stock": true}',
     "Question: How many days has a leap year? Answer: It has 366 days, one more than other years.",
 )
-ANSWER = 96  # tokens that follow each text, drawn at temperature 1
-# How much larger than those seen a key may be before its code saturates. A larger margin costs
-# int8 resolution, and e4m3 none.
+ANSWER = 96  # tokens that the model adds to each text, drawn at temperature 1
+# A later key may be larger by this factor than all that were seen before its code saturates. A larger
+# factor costs int8 resolution. It costs e4m3 none, because its codes are floating-point numbers.
 MARGIN = 1.25
 
 
 def dtype_of(net: Any, name: str) -> torch.dtype:
-    """The dtype of a network's cache by the name in CACHES.
+    """The dtype of a network's cache for a name of CACHES.
 
     Raises:
-        ValueError: latents that have no such form.
+        ValueError: the network caches latents, which have no form of this name.
     """
     latents = latents_of(net)
     if latents is None:
@@ -59,9 +59,9 @@ def scales_of(
     """``k_scale`` and ``v_scale`` for a PagedKVCache of this dtype, [layers, heads_kv] float32.
 
     Args:
-        net: of transformers, as TransformersModel takes it.
+        net: a transformers network, as TransformersModel takes it.
         dtype: one of CACHES.
-        prompts: token ids.
+        prompts: token ids of the texts.
         ranks: as TransformersModel takes it.
 
     Raises:
@@ -74,7 +74,7 @@ def scales_of(
     pages = sum(-(-(len(p) + n) // size) for p, n in zip(prompts, answers, strict=True))
     model = TransformersModel(net, pages, size, ranks=ranks, captured_batch=0)
     cache = model.cache
-    cache.k.zero_()  # pages that are not written must not count
+    cache.k.zero_()  # so that places that are not written do not count as large values
     cache.v.zero_()
     longest = max(map(len, prompts))
     engine = Engine(

@@ -35,14 +35,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..paged.kv_cache import OutOfPages
+from .captured import FREE_TOKENS
+from .costs import Costs
 from .drafts import Draft, mask_of
 from .metrics import Metrics
 from .request import Busy, Request, Scores
 from .sampling import Drawn, Place, Sampler
 
-# A step with drafts takes so many times a captured one (14.3 ms and 5.8, 64 requests on an 8B model
-# in bfloat16, H200). If drafts cannot add more tokens than that, there are none.
-DRAFTED_COST = 2.5
 # Drafts have one branch beside a longer chunk of a prompt: a mask has a column for each of its
 # tokens, and a row for each token of the step.
 LONGEST_CHUNK_BESIDE_BRANCHES = 64
@@ -84,6 +83,7 @@ class Flight(NamedTuple):
     drawn: Drawn | None  # a token for each chunk that ends, and for each drafted one
     tokens: int
     began: float
+    graph_ms: float | None  # what its graph takes before there are keys; None if it has none
 
 
 class Numbers(NamedTuple):
@@ -147,6 +147,7 @@ class Engine:
         self.running: list[Request] = []  # the oldest first
         self.sampler = Sampler(max_batch, model.vocab, model.device)
         self.metrics = Metrics()
+        self.costs = Costs(model)
         self._work = threading.Condition()  # its lock is reentrant
         self._thread: threading.Thread | None = None
         self._closing = self._draining = False
@@ -265,13 +266,22 @@ class Engine:
         self._flight = self._follow(flight)
         self._take(flight)
         now = time.perf_counter()
-        self.metrics.step(
-            now - max(flight.began, self._taken),
-            flight.tokens,
-            self.used_pages / self.cache.num_blocks,
-        )
+        seconds = now - max(flight.began, self._taken)
+        used = self.used_pages / self.cache.num_blocks
+        self.metrics.step(seconds, flight.tokens, used)
+        self._learn(flight, seconds)
         self._taken = now
         return True
+
+    def _learn(self, flight: Flight, seconds: float) -> None:
+        """Tells the costs of a step of decoding requests. One without drafts counts if it was
+        launched ahead, where the model can do that."""
+        drafted = sum(len(chunk.draft) for chunk in flight.chunks)
+        ahead = flight.began < self._taken
+        if flight.graph_ms is None or flight.tokens != len(flight.chunks) + drafted:
+            return
+        if drafted or ahead or not self.model.follows:
+            self.costs.took(seconds, flight.graph_ms, len(flight.chunks), drafted)
 
     def _launch(self, chunks: list[Chunk], known: Drawn | None = None) -> Flight:
         """A batch whose pages are reserved. known: the tokens of the step before."""
@@ -300,7 +310,8 @@ class Engine:
             tokens = self._tokens(chunks, ids, starts, known.tokens)
             logits = self.model.forward(tokens, positions, rows, starts, [])
         drawn = self.sampler.draw(logits, places, self.model.best) if rows else None
-        return Flight(chunks, drawn, len(ids), began)
+        graph = self.model.graph
+        return Flight(chunks, drawn, len(ids), began, None if graph is None else graph.ms)
 
     def _tokens(
         self, chunks: list[Chunk], ids: list[int], starts: list[int], known: Tensor
@@ -422,22 +433,7 @@ class Engine:
     def _plan(self) -> list[Chunk]:
         """The chunks of the next step, whose pages are reserved."""
         chunks = self._chunks()
-        room = self.max_step_tokens - sum(chunk.count for chunk in chunks)
-        longest = max((chunk.count for chunk in chunks), default=0)
-        if longest == 1 and self.model.captures([1] * len(chunks)) and not self._would_draft:
-            room = 0  # for drafts, which no captured step has
-        for chunk in chunks:
-            request = chunk.request
-            most = min(
-                self.max_drafts,
-                request.drafts,
-                room,
-                (request.max_tokens or 0) - request.answered - 1,
-            )
-            if chunk.ends and most > 0 and request.answered:
-                branches = self._branches(request, longest, most)
-                chunk.draft = request.ngrams.draft(request.tokens, most, branches, room)
-                room -= len(chunk.draft)
+        self._draft(chunks)
         chunks = self._in_order(chunks)
         while chunks:
             try:
@@ -452,6 +448,42 @@ class Engine:
                 self._preempt(youngest)
                 chunks = [chunk for chunk in chunks if chunk.request is not youngest]
         return chunks
+
+    def _draft(self, chunks: list[Chunk]) -> None:
+        """Gives the chunks of a step their drafts. A captured step has drafts where they pay, and
+        none beside a prompt."""
+        counts = [chunk.count for chunk in chunks]
+        longest, room = max(counts, default=0), self.max_step_tokens - sum(counts)
+        wanted = [
+            min(self.max_drafts, c.request.drafts) if c.ends and c.request.answered else 0
+            for c in chunks
+        ]
+        spare = 0  # tokens that a graph has room for beside those that are wanted
+        if chunks and self.model.captures(counts):
+            if longest > 1 or not self._would_draft:
+                return
+            if captured := self.model.draft_room(len(chunks), sum(wanted)):
+                room = min(room, captured)
+                spare = max(room - sum(wanted), 0)
+        for chunk, want in zip(chunks, wanted, strict=True):
+            request = chunk.request
+            left = (request.max_tokens or 0) - request.answered - 1
+            most = min(self.max_drafts, want + spare, room, left)
+            if not want or most <= 0:
+                continue
+            branches = self._branches(request, longest, most)
+            whole = min(room, want + spare) if spare else room
+            chunk.draft = request.ngrams.draft(request.tokens, most, branches, whole)
+            room -= len(chunk.draft)
+            spare = max(spare + want - len(chunk.draft), 0) if spare else 0
+
+    def _most(self, request: Request, requests: int) -> int:
+        """How many tokens a branch of the request's next draft will have: one more than were right
+        the last time, or all where a captured step has room for everybody's."""
+        tokens = requests * (1 + self.max_drafts * self.draft_branches)
+        if tokens <= FREE_TOKENS and self.model.draft_room(requests):
+            return self.max_drafts
+        return min(self.max_drafts, request.drafts)
 
     def _branches(self, request: Request, longest: int, most: int) -> int:
         """How many branches of `most` tokens a draft of the request may have, in a step whose
@@ -468,11 +500,14 @@ class Engine:
         """Reserves the pages of a step; OutOfPages where they are too few."""
         handles = [c.request.handle for c in chunks]
         counts = [c.count + len(c.draft) for c in chunks]
+        if not any(c.draft for c in chunks):
+            self.model.begin(handles, counts)
+            return
+        mask = None
         if any(c.draft.branches for c in chunks):
             mask = mask_of([c.count for c in chunks], [c.draft for c in chunks])
-            self.model.begin(handles, counts, mask)
-        else:
-            self.model.begin(handles, counts)
+        rows = sum(1 + len(c.draft) for c in chunks if c.ends)
+        self.model.begin(handles, counts, mask, rows)
 
     def _answers(self, flight: Flight) -> list[Answer]:
         """What the requests of a step get that were not ended since it was launched."""
@@ -507,7 +542,9 @@ class Engine:
     def _take(self, flight: Flight) -> None:
         """Counts what a step has written, and gives each request its new tokens: drafts as far as
         they were right, and one more."""
-        gain = 0  # tokens that drafts may add to the next step
+        gain = 0.0  # tokens that drafts may add to the next step
+        drafted = 0  # the most that it may have
+        n = len(flight.chunks)
         answers = self._answers(flight)
         self._keep([answer for answer in answers if answer.chunk.draft])
         now = time.perf_counter()
@@ -530,11 +567,16 @@ class Engine:
                 self._tell(request, new, None)
                 if self.max_drafts and self.model.captured_batch:
                     streak = request.ngrams.streak(request.tokens, self.draft_branches)
-                    streak = min(streak, self.max_drafts)
-                    gain += streak
                     # or the next draft would be shorter than what it is expected to add
-                    request.drafts = max(request.drafts, streak)
-        self._would_draft = gain > (DRAFTED_COST - 1) * len(flight.chunks)
+                    request.drafts = max(request.drafts, min(streak, self.max_drafts))
+                    most = self._most(request, n)
+                    if expected := request.ngrams.expected(most):
+                        gain += expected
+                        drafted += most
+        room = self.model.draft_room(n)
+        if 0 < room < drafted:
+            gain *= room / drafted
+        self._would_draft = gain > 0 and gain > (self.costs.ratio(n, drafted) - 1) * n
 
     def _keep(self, answers: list[Answer]) -> None:
         """Takes the drafted tokens that were wrong back, and copies the right ones together."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine has done in Prometheus' text form."""
+"""An engine's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A request's body as fields that are taken by name. What nobody takes is refused by name."""
+"""The fields of a request's body. Fields that no code asks for are refused by name."""
 
 from __future__ import annotations
 

@@ -2,17 +2,17 @@
 """Decoder layers with few launches.
 
 A decoder layer of transformers launches some 25 small kernels: an add, a norm, three projections,
-ten for the rotation, a cache write, and so on. In a decoding step, each takes about as long as a
-launch. A layer with Llama's structure runs as these nine launches instead:
+ten for the rotation, a cache write, and so on. In a decoding step each kernel is so short that its
+launch takes about as long. A layer with Llama's structure runs as these nine launches instead:
 
-    1 add the residual and normalise         (and quantise, if the products take codes)
+    1 add the residual and normalise         (and quantise, if the product takes codes)
     2 q, k and v as one product
     3 QK norm, rotation and the write into the cache
     4 attention
     5 o
     6 as 1
     7 gate and up as one product
-    8 activation times up                    (and quantise)
+    8 activation(gate) times up              (and quantise)
     9 down
 
 TransformersModel calls `fuse` once, and runs its network inside `Fused.active`. The names of a
@@ -40,9 +40,9 @@ from .shards import Summed
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 TOKENS = 3  # of the trial run
-# The root mean square by which a layer's results may differ, relative to their standard deviation:
-# in float32, and in fewer bits. A layer that computes something else differs by more than 1, or by
-# 0.17 if only one of 32 heads does.
+# The largest root mean square error of a fused layer's results, relative to their standard deviation:
+# in float32, and in dtypes of fewer bits. A layer that computes something else differs by more than
+# 1, or by 0.17 if only one of 32 heads computes something else.
 EXACT, ROUNDED = 1e-2, 0.1
 
 
@@ -54,24 +54,28 @@ def is_exact(net: nn.Module) -> bool:
 
 
 class Norm(NamedTuple):
+    """An RMS norm, which multiplies by ``weight + offset``."""
+
     weight: Tensor | None
     eps: float
     offset: float
 
     def __call__(self, x: Tensor, residual: Tensor | None, product: Joined | None) -> Any:
-        """Returns (the input of the product, x + residual). If the product takes quantised
-        activations, its input is (codes, scale)."""
+        """Adds the residual and normalises. Returns (the input of `product`, x + residual). The input
+        is (codes, scale) if the product takes quantised activations."""
         codes = None if product is None else product.codes
         if codes is not None and not self.offset and x.shape[0]:
-            *made, h = rms_norm_quantize(x, self.weight, residual, self.eps, *codes)
-            return tuple(made), h
-        made = normalised_rms(x, self.weight, self.eps, self.offset, residual)
-        out, h = made if residual is not None else (made, x)
+            quantised, scale, h = rms_norm_quantize(x, self.weight, residual, self.eps, *codes)
+            return (quantised, scale), h
+        if residual is None:
+            out, h = normalised_rms(x, self.weight, self.eps, self.offset, None), x
+        else:
+            out, h = normalised_rms(x, self.weight, self.eps, self.offset, residual)
         return out if codes is None else quantize(out, *codes), h
 
 
 def norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
-    """The norm that a module computes. None if the module is no RMS norm, or does more."""
+    """The norm that a module computes. None if the module is not an RMS norm, or does more."""
     if "forward" in vars(module) or has_hooks(module):
         return None
     if type(module) is SimilarRMSNorm:
@@ -88,38 +92,41 @@ def norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
 
 
 def times(product: Joined, x: Any, dtype: torch.dtype) -> Tensor:
-    """The product with the output of a Norm."""
+    """The product with x, which is the first result of a Norm."""
     return product.of_codes(*x, dtype) if isinstance(x, tuple) else product(x)
 
 
 def inner_of(layer: Any) -> Any:
-    """The product of a layer whose results are added over the ranks, or the layer itself."""
+    """The layer inside a `Summed`, which adds its results over the ranks; any other layer itself."""
     return layer.inner if type(layer) is Summed and not has_hooks(layer) else layer
 
 
 def total_of(layer: Any) -> Callable[[Tensor], Tensor]:
+    """The function that adds a layer's results over the ranks, which is the identity unless the
+    layer is a `Summed`."""
     return layer.total if type(layer) is Summed else lambda x: x
 
 
-class Between:
-    """State that the layers of one run share: the angles of the rotation, and the norm that the
-    previous layer has computed for the next."""
+class Run:
+    """State that the layers share during one run of the network: the angles of the rotation, and the
+    norm that the previous layer has computed for the next."""
 
     def __init__(self, served_by: Any) -> None:
         self.served_by = served_by
         self.hidden: Tensor | None = None  # the result of the previous layer
         self.rows: Tensor | None = None  # the same as [T, H]
         self.normed: Any = None  # the same, normalised for the next layer's first product
-        self.known: dict[int, tuple] = {}
+        self.rotations: dict[int, tuple] = {}  # by the id of cos, see `angles`
         self.positions: Tensor | None = None
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """cos and sin [T, R / 2] in float32, and each token's row of them."""
-        found = self.known.get(id(cos))
+        """(cos and sin [T, R / 2] in float32, the row of each token in both)."""
+        found = self.rotations.get(id(cos))
         if found is None:
             half = cos.shape[-1] // 2
             rows = tuple(x.flatten(0, -2)[:, :half].float().contiguous() for x in (cos, sin))
-            found = self.known[id(cos)] = (*rows, cos)  # keeping cos keeps its id unique
+            # cos is kept so that no other tensor gets its id
+            found = self.rotations[id(cos)] = (*rows, cos)
         if self.positions is None:
             self.positions = torch.arange(found[0].shape[0], device=cos.device)
         return found[0], found[1], self.positions
@@ -144,16 +151,17 @@ class FusedLayer:
                 continue
             norm = norm_of(module, dtype)
             if norm is None or norm.offset:
-                raise ValueError(f"{name}_norm is no plain RMS norm")
+                raise ValueError(f"{name}_norm is not a plain RMS norm")
             self.heads |= {f"{name}_weight": norm.weight, "eps": norm.eps}
         if self.first is None or self.second is None:
-            raise ValueError("a norm is no plain RMS norm")
-        self.next: tuple[Norm, Joined | None] | None = None  # the norm and product behind the layer
+            raise ValueError("a norm is not a plain RMS norm")
+        # The norm and the product of the next layer: this layer computes that norm.
+        self.next: tuple[Norm, Joined | None] | None = None
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> Tensor:
-        dtype, served_by = hidden.dtype, between.served_by
-        if hidden is between.hidden:
-            x, rows = between.normed, between.rows
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, run: Run) -> Tensor:
+        dtype, served_by = hidden.dtype, run.served_by
+        if hidden is run.hidden:
+            x, rows = run.normed, run.rows
         else:
             rows = hidden.flatten(0, -2)
             x, rows = self.first(rows, None, self.qkv)
@@ -162,7 +170,7 @@ class FusedLayer:
             part.unflatten(-1, (-1, self.head_dim)) for part in out.split(self.qkv.sizes, -1)
         )
         step, cache = served_by.step, served_by.cache
-        angles = between.angles(cos, sin)
+        angles = run.angles(cos, sin)
         q = cache.rope_write(q, k, v, *angles, step.slots, self.index, **self.heads)
         if served_by.heard is not None:
             served_by.heard(self.index, q, self.rules)
@@ -173,11 +181,12 @@ class FusedLayer:
         if self.next is None:
             return (out + rows).view(hidden.shape)
         norm, product = self.next
-        between.normed, between.rows = norm(out, rows, product)
-        between.hidden = between.rows.view(hidden.shape)
-        return between.hidden
+        run.normed, run.rows = norm(out, rows, product)
+        run.hidden = run.rows.view(hidden.shape)
+        return run.hidden
 
     def down_of(self, gate_up: Tensor) -> Tensor:
+        """The MLP's result for the result of its first product."""
         codes, dtype = self.down.codes, gate_up.dtype
         if self.activation == "silu" and codes is not None:
             gate, up = gate_up.split(self.gate_up.sizes, -1)
@@ -197,14 +206,14 @@ class Fused:
     @contextmanager
     def active(self, served_by: Any) -> Iterator[None]:
         """Inside the context the network runs fused. Outside, its modules are unchanged."""
-        between = Between(served_by)
+        run = Run(served_by)
         replaced = []
         try:
             for layer, fused in self.layers.items():
-                layer.forward = _layer_forward(fused, between)
+                layer.forward = _layer_forward(fused, run)
                 replaced.append(layer)
             if self.norm is not None:
-                self.norm.forward = _norm_forward(self.norm, between)
+                self.norm.forward = _norm_forward(self.norm, run)
                 replaced.append(self.norm)
             yield
         finally:
@@ -212,17 +221,17 @@ class Fused:
                 del module.forward
 
 
-def _layer_forward(fused: FusedLayer, between: Between) -> Any:
+def _layer_forward(fused: FusedLayer, run: Run) -> Any:
     def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any, **__: Any) -> Tensor:
-        return fused(hidden_states, *position_embeddings, between)
+        return fused(hidden_states, *position_embeddings, run)
 
     return forward
 
 
-def _norm_forward(norm: Any, between: Between) -> Any:
+def _norm_forward(norm: Any, run: Run) -> Any:
     def forward(x: Tensor) -> Tensor:
-        if x is between.hidden:
-            return between.normed.view(x.shape)
+        if x is run.hidden:
+            return run.normed.view(x.shape)
         return type(norm).forward(norm, x)
 
     return forward
@@ -313,7 +322,8 @@ def _watched(served_by: Any, layers: list[Any]) -> dict[Any, Seen]:
 
 
 def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | None:
-    """The fused layer. None if its results differ from those that the layer's own run left."""
+    """The fused layer. None if its results differ from those of the layer's own run, which `seen`
+    recorded."""
     attention, mlp = layer.self_attn, layer.mlp
     weight = layer.input_layernorm._parameters.get("weight")
     if weight is None or seen.hidden.dtype is not weight.dtype or seen.hidden.shape[0] != 1:
@@ -329,30 +339,30 @@ def _fused(layer: Any, seen: Seen, served_by: Any, most: float) -> FusedLayer | 
     cache, slots, index = served_by.cache, served_by.step.slots.long(), attention.layer_idx
     pages = [x[index].flatten(0, 1) for x in (cache.k, cache.v)]
     want = [seen.query, seen.result, *(x[slots].float() for x in pages)]
-    for page in pages:  # so that rows which the fused layer does not write differ
+    for page in pages:  # zeroed, so that rows that the fused layer fails to write differ
         page.view(torch.uint8).index_fill_(0, slots, 0)
     got: dict[str, Tensor] = {}
 
     def attended(_: int, query: Tensor, rules: dict[str, Any]) -> None:
         got["query"] = query
 
-    between, served_by.heard = Between(served_by), attended
+    run, served_by.heard = Run(served_by), attended
     try:
         with torch.inference_mode():
             fused = FusedLayer(layer, index, products, seen.rules)  # type: ignore[arg-type]
-            result = fused(seen.hidden, *seen.angles, between)
-            made = [got["query"], result, *(x[slots].float() for x in pages)]
+            result = fused(seen.hidden, *seen.angles, run)
+            ours = [got["query"], result, *(x[slots].float() for x in pages)]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         return None
     finally:
         served_by.heard = None
-    for x, y in zip(want, made, strict=True):
+    for x, y in zip(want, ours, strict=True):
         if x.shape != y.shape:
             return None
-        off = (x.float() - y.float()).square().mean().sqrt() / x.float().std()
-        if not off.item() <= most:
+        error = (x.float() - y.float()).square().mean().sqrt() / x.float().std()
+        if not error.item() <= most:
             return None
     return fused
 

@@ -2,8 +2,8 @@
 """`gpukern bench serve`: a server on loopback under many requests at once.
 
 Each level starts its requests together, streams their answers, and ends when all have ended or its
-time is over. The figures are the client's: a first token counts from before the connection is made,
-and times between tokens are those between the events of a stream.
+time is over. The client measures: the time to the first token begins before the connection is made, and
+times between tokens are times between the events of a stream.
 """
 
 from __future__ import annotations

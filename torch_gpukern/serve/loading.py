@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is served, from a model's directory: the network and its end tokens for the engine's process,
-the tokenizer for HTTP's."""
+"""Loads a model's directory: the network and its end tokens for the process of the engine, the tokenizer
+for the process of HTTP."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def ready(what: What, device: torch.device, rank: int = 0) -> Ready:
             itemsize=(dtype or next(net.parameters()).dtype).itemsize,
             batch=what.batch,
             step_tokens=what.step_tokens,
-            drafts=what.drafts * what.draft_branches,
+            drafts=what.drafts,
+            branches=what.draft_branches,
             ranks=what.ranks,
         )
     model = served(net, pages, dtype=dtype, scales=scales, ranks=what.ranks)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from ..nn.latent import latents_of
 from ..paged.pages import LATENT_BYTES
-from .models import sizes_upto
+from .captured import Shapes
 
 GIB = 2**30
 # Bytes for each logit of a step: in the model's dtype, in float32, and what sampling makes of them.
 BYTES_OF_A_LOGIT = 12
+BYTES_OF_A_CAPTURED_LOGIT = 4  # in float32, kept for each graph; the rest is memory of all graphs
 
 
 def bytes_of_page(net: Any, block_size: int, itemsize: int, ranks: int) -> int:
@@ -29,9 +30,11 @@ def bytes_of_page(net: Any, block_size: int, itemsize: int, ranks: int) -> int:
     return 2 * config.num_hidden_layers * block_size * (heads // ranks) * dim * itemsize
 
 
-def bytes_of_steps(config: Any, batch: int, step_tokens: int, drafts: int) -> int:
+def bytes_of_steps(
+    config: Any, batch: int, step_tokens: int, drafts: int, branches: int = 1
+) -> int:
     """What a step needs beside weights and pages, estimated from above: its activations, and the
-    logits of the longest step and of all captured ones. drafts: of a request, in all branches."""
+    logits of the longest step and of all captured ones. drafts: of a branch."""
     width = max(getattr(config, "intermediate_size", None) or 4 * config.hidden_size, 1)
     per_token = 3 * width + 8 * config.hidden_size
     if getattr(config, "kv_lora_rank", None):
@@ -40,8 +43,10 @@ def bytes_of_steps(config: Any, batch: int, step_tokens: int, drafts: int) -> in
         head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
         per_token += config.num_attention_heads * (3 * row + 3 * head)
     activations = 4 * step_tokens * per_token
-    rows = min(batch * (1 + drafts), step_tokens) + sum(sizes_upto(batch))
-    return activations + BYTES_OF_A_LOGIT * rows * config.vocab_size
+    captured = [shape.rows for shape in Shapes.upto(batch, drafts, branches).all]
+    rows = min(batch * (1 + drafts * branches), step_tokens) + max(captured)
+    bytes_of_logits = BYTES_OF_A_LOGIT * rows + BYTES_OF_A_CAPTURED_LOGIT * sum(captured)
+    return activations + bytes_of_logits * config.vocab_size
 
 
 def pages_beside(
@@ -53,6 +58,7 @@ def pages_beside(
     batch: int = 1,
     step_tokens: int = 1,
     drafts: int = 0,
+    branches: int = 1,
     ranks: int = 1,
 ) -> int:
     """Pages that fit into `share` of the GPU's memory, beside what is taken now and what steps
@@ -65,7 +71,7 @@ def pages_beside(
     device = next(net.parameters()).device
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    steps = bytes_of_steps(config, batch, step_tokens, drafts)
+    steps = bytes_of_steps(config, batch, step_tokens, drafts, branches)
     room = free - (1 - share) * total - steps
     pages = int(room // bytes_of_page(net, block_size, itemsize, ranks))
     if ranks > 1:

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models that the engine runs. Each has a PagedKVCache and runs a packed batch over it.
 
-    begin(handles, counts, mask=None)                 reserves the pages of a step; OutOfPages where they are too few
+    begin(handles, counts, mask=None, rows=None)      reserves the pages of a step; OutOfPages where they are too few
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
 
 `mask` is bool [T, S], for a step whose drafts have branches: which new tokens of its own request each
-token sees, instead of those before it.
+token sees, instead of those before it. `rows` of begin is how many rows forward will ask for, one of
+each request unless given.
 
-On CUDA a step in which every request has one token is a captured graph, one for each of the sizes
-that `sizes_upto` lists. Steps with drafts, and so all steps with a mask, are not
-captured. If several ranks serve a model (shards.py), rank 0 sends each step to the others (ranks.py).
+On CUDA a step in which every request has one token is a captured graph. So are, after `prepare`,
+steps with drafts or with short prompts (captured.py). If several ranks serve a model (shards.py),
+rank 0 sends each step to the others (ranks.py).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,28 +26,17 @@ from torch import Tensor
 from ..nn.latent import Absorbed, absorbed, is_latent, latents_of
 from ..ops import SharedPrefix, attn_merge, flash_attn_varlen, paged_attn
 from ..paged.kv_cache import PagedKVCache
+from . import captured
+from .captured import CAPTURED_BATCH, CAPTURED_TOKENS, PROMPT_KEYS, Captured, Shape, Shapes
 from .fused import Fused, fuse
 from .ranks import Capture, CopyingCache, Others, Run
 from .transfer import moved, on_device
 
 ATTENTION = "gpukern_paged"
 LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
-CAPTURED_BATCH = 256  # requests of the largest captured step
 # New tokens of a request from which on a step expands latents. For fewer the further launches cost
 # more than the arithmetic that they save.
 EXPANDED_TOKENS = 256
-
-
-def sizes_upto(batch: int) -> list[int]:
-    """The sizes of captured steps for at most so many requests. Powers of two to 32, then two sizes
-    between consecutive ones: up to 256 there are 12, and at most a third of a step's rows is
-    inactive above 32."""
-    sizes = [1]
-    while sizes[-1] < batch:
-        last = sizes[-1]
-        power = 1 << (last.bit_length() - 1)
-        sizes.append(3 * power // 2 if last == power >= 32 else 2 * power)
-    return sizes
 
 
 class Step:
@@ -121,50 +110,6 @@ class Step:
             raise ValueError("a layer has alibi_slopes; expected none beside drafts with branches")
 
 
-class Inputs:
-    """The numbers that a captured step reads. They lie in one buffer, so that a step copies them
-    once: in pinned memory, `host`, and on the device, `here`."""
-
-    def __init__(
-        self, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-    ) -> None:
-        sizes = {
-            name: torch.Size(shape).numel() * dtype.itemsize
-            for name, (dtype, shape) in shapes.items()
-        }
-        there = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=True)
-        self.buffers = there, torch.zeros_like(there, device=device)
-        self.host, self.here = (
-            {
-                name: part.view(dtype).view(shape)
-                for part, (name, (dtype, shape)) in zip(
-                    buffer.split(list(sizes.values())), shapes.items(), strict=True
-                )
-            }
-            for buffer in self.buffers
-        )
-        self.sent = torch.cuda.Event()
-
-    def wait(self) -> None:
-        """Until the last copy has been made, so that `host` may be written."""
-        self.sent.synchronize()
-
-    def send(self) -> None:
-        self.buffers[1].copy_(self.buffers[0], non_blocking=True)
-        self.sent.record()
-
-
-class Captured(NamedTuple):
-    """A graph of a step and what it reads and writes, which stays as long as the graph."""
-
-    step: Step
-    graph: Any
-    inputs: Inputs
-    rows: Tensor
-    logits: Tensor
-    best: Tensor  # the largest logit's token
-
-
 class Model:
     """What both kinds share. `run` is the network: logits of the wanted rows of packed tokens.
 
@@ -181,13 +126,12 @@ class Model:
     ) -> None:
         self.cache, self.vocab, self.max_length = cache, vocab, max_length
         self.device = cache.k.device
-        self.graphs: dict[int, Captured] = {}
+        self.graphs: dict[Shape, Captured] = {}
         self.graph: Captured | None = None  # of the step that began
         self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
-        self.sizes = sizes_upto(self.captured_batch)
+        self.shapes = Shapes(captured.decoding(captured_batch))
         self.pool: Any = None  # the memory that all graphs share
-        self.width = -(-max_length // cache.block_size)
         self.others: Others | None = None  # the ranks that this one sends its steps to
         # whether tokens that are on the device alone can be a step's input
         plain = type(self).tokens_of is Model.tokens_of
@@ -199,9 +143,31 @@ class Model:
         self.cache.take_copies()
         self.others, self.follows = others, False
 
+    def shape_of(self, counts: list[int], rows: int, mask: bool = False) -> Shape | None:
+        """The captured step for requests with so many tokens each, and logits of so many rows."""
+        if not 0 < len(counts) <= self.captured_batch:
+            return None
+        return self.shapes.of(counts, rows, mask)
+
     def captures(self, counts: list[int]) -> bool:
-        """Whether a step of requests with so many tokens each is a captured graph."""
-        return max(counts) == 1 and len(counts) <= self.captured_batch
+        """Whether a step of requests with so many tokens each, without drafts, is a captured
+        graph."""
+        return self.shape_of(counts, len(counts)) is not None
+
+    def draft_room(self, requests: int, drafted: int = CAPTURED_TOKENS) -> int:
+        """How many drafted tokens fit into the captured step that so many requests with so many
+        drafted tokens take, or into the largest."""
+        shape = self.shapes.draft(requests, drafted) if self.captured_batch else None
+        return 0 if shape is None else shape.tokens - requests
+
+    def graph_ms(self, requests: int, drafted: int) -> float | None:
+        """What the graph takes of a step of requests with one token each and so many drafted ones,
+        before they have keys. None if it is not captured."""
+        shape = self.shape_of([1] * requests, requests)
+        if drafted and shape is not None:
+            shape = self.shapes.draft(requests, drafted)
+        graph = self.graphs.get(shape) if shape is not None else None
+        return None if graph is None else graph.ms
 
     def shares_prefixes(self, counts: list[int]) -> bool:
         """Whether requests of such a step that share pages read them once. Other ranks have no
@@ -209,25 +175,27 @@ class Model:
         each with a table as wide as the model's longest sequence, which has not been measured."""
         return self.others is None and not self.captures(counts)
 
-    def begin(self, handles: list[int], counts: list[int], mask: np.ndarray | None = None) -> None:
+    def begin(
+        self,
+        handles: list[int],
+        counts: list[int],
+        mask: np.ndarray | None = None,
+        rows: int | None = None,
+    ) -> None:
         cache, longest = self.cache, max(counts)
-        if mask is None and self.captures(counts):
-            size = self.sizes[bisect_left(self.sizes, len(handles))]
-            self.need(size)
-            self.graph = graph = self.graphs[size]
-            graph.inputs.wait()
-            host = graph.inputs.host
-            cache.fill_(handles, host["table"], host["lens"], host["slots"])
+        shape = self.shape_of(counts, len(counts) if rows is None else rows, mask is not None)
+        if shape in self.shapes.prompts and self._length(handles, counts) > PROMPT_KEYS:
+            shape = None
+        if shape is not None:
+            self.need(shape)
+            self.graph = graph = self.graphs[shape]
+            graph.begin(cache, handles, counts, mask)
             self.step = graph.step
             if self.others is not None:
-                n = len(handles)
-                arrays = {name: host[name].numpy()[:n].copy() for name in ("lens", "slots")}
-                columns = -(-int(arrays["lens"].max()) // cache.block_size)
-                arrays["table"] = host["table"].numpy()[:n, :columns].copy()
-                self.sent = Run(size, cache.take_copies(), arrays, 1, [])
+                arrays = graph.arrays(cache.block_size)
+                self.sent = Run(shape, cache.take_copies(), arrays, longest, [])
             return
-        lengths = [cache.length(h) + n for h, n in zip(handles, counts, strict=True)]
-        columns = -(-max(lengths) // cache.block_size)
+        columns = -(-self._length(handles, counts) // cache.block_size)
         table = torch.full((len(handles), columns), -1, dtype=torch.int32)
         lens = torch.empty(len(handles), dtype=torch.int32)
         slots = torch.empty(sum(counts), dtype=torch.int64)
@@ -240,21 +208,31 @@ class Model:
         shares = mask is None and self.shares_prefixes(counts)
         self.eager(arrays, longest, cache.shared_prefix(handles, counts) if shares else None)
         if self.others is not None:
-            self.sent = Run(0, cache.take_copies(), arrays, longest, [])
+            self.sent = Run(None, cache.take_copies(), arrays, longest, [])
 
-    def need(self, size: int) -> None:
-        """Captures a step of `size` requests, on all ranks, unless it is captured already."""
-        if size not in self.graphs:
+    def _length(self, handles: list[int], counts: list[int]) -> int:
+        """Tokens of the longest request, with its new ones."""
+        return max(self.cache.length(h) + n for h, n in zip(handles, counts, strict=True))
+
+    def need(self, shape: Shape) -> None:
+        """Captures a step, on all ranks, unless it is captured already."""
+        if shape not in self.graphs:
             if self.others is not None:
-                self.others.tell(Capture(size))
-            self.graphs[size] = self.capture(size)
+                self.others.tell(Capture(shape))
+            self.graphs[shape] = self.capture(shape)
 
-    def prepare(self, batch: int) -> None:
-        """Captures the steps of up to `batch` requests, so that no request waits for that. The
-        largest comes first: the others then fit into its memory."""
-        if self.captured_batch:
-            for size in reversed(sizes_upto(min(batch, self.captured_batch))):
-                self.need(size)
+    def prepare(self, batch: int, drafts: int = 0, branches: int = 1) -> None:
+        """Captures the steps of up to `batch` requests, so that no request waits for that: those of
+        one token each, those with up to so many drafts in so many branches, and those with short
+        prompts. The one with the most logits comes first: the others then fit into its memory."""
+        if not self.captured_batch:
+            return
+        batch = min(batch, self.captured_batch)
+        whole = captured.decoding(self.captured_batch)
+        self.shapes = Shapes.upto(batch, drafts, branches)
+        for shape in sorted(self.shapes.all, key=lambda s: (s.rows, s.tokens), reverse=True):
+            self.need(shape)
+        self.shapes = self.shapes._replace(decoding=whole)
 
     def eager(
         self, arrays: dict[str, np.ndarray], longest: int, prefix: SharedPrefix | None = None
@@ -302,16 +280,10 @@ class Model:
         """The step of rank 0 on another rank."""
         arrays = run.arrays
         tokens, positions = arrays.pop("tokens"), arrays.pop("positions")
-        if run.size:
-            self.graph = self.graphs[run.size]
-            inputs = self.graph.inputs
-            inputs.wait()
-            host, n = inputs.host, len(arrays["lens"])
-            for name in ("lens", "slots"):
-                host[name].numpy()[:n] = arrays[name]
-            host["lens"][n:] = 0
-            host["slots"][n:] = -1
-            host["table"].numpy()[:n, : arrays["table"].shape[1]] = arrays["table"]
+        if run.shape is not None:
+            self.graph = self.graphs[run.shape]
+            self.graph.repeat(arrays)
+            self.step = self.graph.step
         else:
             self.eager(arrays, run.longest)
         self.step_of(tokens, positions, run.rows)
@@ -322,59 +294,38 @@ class Model:
         if self.graph is None:
             ids = tokens if isinstance(tokens, Tensor) else self.ints(tokens)
             return self.run(ids, self.ints(positions), self.ints(rows))
-        inputs, logits, best = self.graph.inputs, self.graph.logits, self.graph.best
-        n = len(positions)
-        inputs.host["positions"].numpy()[:n] = positions
-        if isinstance(tokens, Tensor):
-            inputs.send()
-            inputs.here["tokens"][:n].copy_(tokens)
-        else:
-            inputs.host["tokens"].numpy()[:n] = tokens
-            inputs.send()
-        self.graph.graph.replay()
-        if len(rows) == n:
-            self.best = best[:n]
-            return logits[:n]
-        # Where a step has room for one token of a prompt, that row's logits are not asked for.
-        return logits[self.ints(rows)]
+        logits, self.best = self.graph.run(tokens, positions, rows)
+        return logits
 
     def ints(self, numbers: Any) -> Tensor:
         return on_device(numbers, torch.int64, self.device)
 
-    def capture(self, size: int) -> Captured:
-        """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot
-        -1."""
-        one = torch.tensor(self.tokens_of([0] * size, list(range(size)), [[]] * size))
-        inputs = Inputs(
-            {
-                "tokens": (torch.int64, tuple(one.shape)),
-                "positions": (torch.int64, (size,)),
-                "slots": (torch.int64, (size,)),
-                "lens": (torch.int32, (size,)),
-                "table": (torch.int32, (size, self.width)),
-            },
-            self.device,
+    def capture(self, shape: Shape) -> Captured:
+        """A graph of a step."""
+        one = torch.tensor(self.tokens_of([0], [0], [[]]))
+        # the branches of a tree may be longer than any sequence
+        width = -(-(self.max_length + shape.columns) // self.cache.block_size)
+        inputs = captured.inputs_of(shape, tuple(one.shape[1:]), width, self.device)
+        here = inputs.here
+        self.step = step = Step(
+            here["slots"],
+            here["table"],
+            here["lens"],
+            here["starts"] if shape.longest > 1 else None,
+            shape.longest,
+            mask=here["mask"] if shape.columns else None,
+            window=self.window,
         )
-        inputs.host["tokens"].copy_(one)
-        inputs.host["slots"].fill_(-1)
-        inputs.send()
-        here, rows = inputs.here, torch.arange(size, device=self.device)
-        tokens, positions = here["tokens"], here["positions"]
-        self.step = step = Step(here["slots"], here["table"], here["lens"], None, 1)
+
+        def work() -> tuple[Tensor, Tensor]:
+            logits = self.run(here["tokens"], here["positions"], here["rows"])
+            return logits, logits.argmax(-1)
+
         with torch.inference_mode():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                # libraries set themselves up outside of the capture
-                self.run(tokens, positions, rows).argmax(-1)
-            torch.cuda.current_stream().wait_stream(side)
             if self.pool is None:
-                self.pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                logits = self.run(tokens, positions, rows)
-                best = logits.argmax(-1)
-        return Captured(step, graph, inputs, rows, logits, best)
+                self.pool = captured.new_pool()
+            graph, results = captured.record(work, self.pool)
+        return Captured(shape, step, inputs, graph, *results)
 
     def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
         return ids

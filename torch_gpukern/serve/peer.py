@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers' `generate_batch` under the requests of `gpukern bench serve --peer`.
+"""Runs the requests of `gpukern bench serve --peer` by transformers' `generate_batch`.
 
-It runs in a process of its own, so that a level can be given up. There is no HTTP: its times are
-those that transformers records in the process, from when the requests were made.
+It runs in a process of its own, so that a level can be stopped. There is no HTTP: the times are those
+that transformers records in the process, from the moment when the requests were made.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ SIZES = {  # Llamas: hidden, intermediate, layers, heads, heads_kv, vocabulary
     "8b": (4096, 14336, 32, 32, 8, 128256),
 }
 # Models with latent attention and experts: hidden, intermediate, intermediate of an expert, layers,
-# heads, vocabulary, experts and how many of them a token has, shared experts, widths of latents,
-# rotary part, head and value
+# heads, vocabulary, experts, experts of a token, shared experts, and the widths of the latent, of the
+# rotary part, of the rest of a head and of a value
 LATENT_SIZES = {
     "tiny-latent": (128, 256, 64, 2, 4, 512, 8, 2, 1, 64, 16, 32, 32),
     "v2-lite": (2048, 10944, 1408, 27, 16, 102400, 64, 6, 2, 512, 64, 128, 128),
@@ -79,7 +79,7 @@ def random_llama(
 def _made(kind: Any, config: Any, device: str, dtype: torch.dtype, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 8b in float32 would take twice the memory for a moment
+    torch.set_default_dtype(dtype)  # a cast afterwards would need the memory of float32
     try:
         with torch.device(device):
             return kind(config).eval()

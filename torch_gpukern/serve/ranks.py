@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 
 from ..paged.kv_cache import PagedKVCache
+from .captured import Shape
 
 GRACE_SECONDS = 10.0
 
 
 class Capture(NamedTuple):
-    """Rank 0 captures a step of so many requests."""
+    """Rank 0 captures a step."""
 
-    size: int
+    shape: Shape
 
 
 class Copied(NamedTuple):
@@ -51,9 +52,9 @@ Copies = list[Copied | Moved]
 
 
 class Run(NamedTuple):
-    """A step. `size` is that of its captured graph, or 0."""
+    """A step. `shape` is that of its captured graph, if it has one."""
 
-    size: int
+    shape: Shape | None
     copies: Copies
     arrays: dict[str, np.ndarray]
     longest: int  # tokens of a request
@@ -238,7 +239,7 @@ def follow(model: Any, pipe: Any) -> None:
         except EOFError:
             return
         if isinstance(message, Capture):
-            model.graphs[message.size] = model.capture(message.size)
+            model.graphs[message.shape] = model.capture(message.shape)
         else:
             model.cache.repeat(message.copies)
             model.follow(message)

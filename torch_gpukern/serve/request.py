@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A request: a prompt, how its answer is drawn, and how the engine refuses one.
 
-Every law of a value is stated here once, for callers of the engine and for bodies of HTTP alike.
+The checks of every value are written here once, for callers of the engine and for bodies of HTTP.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The next token of each row of logits, on the logits' device and without a host sync.
+"""Draws the next token of each row of logits, on the logits' device. The host does not wait for it.
 
-`sample_tokens` draws them, in one launch on CUDA. A token depends on its row's logits, settings and
-number alone: not on the other rows of a batch, nor on the device. The settings of a step travel to
-the device as one tensor.
+`sample_tokens` draws them in one launch on CUDA. A token depends only on its row's logits, settings and
+random number, not on the other rows of a batch or on the device. The settings of a step are copied to the
+device as one tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_vocabulary(vocab: int) -> None:
 
 
 class Place(NamedTuple):
-    """A row of logits: whose it is, the position of its token, the drafted tokens before it."""
+    """A row of logits: its request, the position of its token, and the drafted tokens before it."""
 
     request: Request
     position: int

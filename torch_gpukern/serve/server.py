@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The HTTP server's life: what it says when it begins, and how it ends.
+"""The start and the end of the HTTP server.
 
-A signal ends it in three parts. New requests are refused with 503 while those that run have
-`drain_seconds`. What is left then ends with "abort": streams say so as their finish_reason, whole
-answers are 503. Connections of clients that do not read their answers are cut.
+A signal (SIGTERM, or an interrupt) ends it in three steps:
+
+1. New requests get the status 503. Running requests have `drain_seconds` to end.
+2. Requests that still run are aborted. A stream ends with the finish_reason "abort", any other
+   answer is 503.
+3. Connections of clients that do not read their answers are closed.
 """
 
 from __future__ import annotations
@@ -24,15 +27,15 @@ from starlette.applications import Starlette
 from .apart import Apart
 from .engine import Engine
 
-FLUSH_SECONDS = 2.0  # for last words to clients
-LOST_SECONDS = 1.0  # for the step that fails when a rank has ended
+FLUSH_SECONDS = 2.0  # time for the last bytes to clients
+LOST_SECONDS = 1.0  # time for the running step to fail when another rank has ended
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of this address. Nobody can connect before the server listens.
+    """A socket that is bound to this address, but does not listen yet.
 
     Raises:
-        ValueError: the address is taken, or none of this machine.
+        ValueError: another process uses the address, or this machine does not have it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
@@ -53,11 +56,11 @@ def address_of(own: socket.socket) -> str:
 class Server(uvicorn.Server):
     """
     Args:
-        app: of app.py.
-        engine: which the application starts.
-        drain_seconds: for requests that run when a signal comes.
-        says: printed when clients can connect.
-        at_end: is called when the engine has ended.
+        app: the application of app.py.
+        engine: the engine that the application starts.
+        drain_seconds: time for running requests to end after a signal.
+        says: text that is printed when clients can connect.
+        at_end: called when the engine has ended.
     """
 
     def __init__(
@@ -82,7 +85,8 @@ class Server(uvicorn.Server):
         self.ended_by = 0  # the number of the first signal
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's, but the signal is not raised again at the end: it would end the process."""
+        """As uvicorn's, which also raises the signal again after the shutdown. That would end the
+        process before its own clean-up."""
         self.ended_by = self.ended_by or sig
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
@@ -106,17 +110,18 @@ class Server(uvicorn.Server):
             await asyncio.to_thread(self.at_end)
 
     def lose(self, text: str) -> None:
-        """Another rank has ended: no step can run any more. Called in a thread of its own. A step
-        that waits for that rank forever must not keep the process."""
+        """Ends the server because another rank's process has ended, so that no step can run any more.
+        Called in a thread of its own. A running step may wait for that rank forever, so a timer ends
+        the process in any case."""
         print(f"gpukern serve: {text}; the server ends", file=sys.stderr, flush=True)
         self.drain_seconds = min(self.drain_seconds, LOST_SECONDS)
         self.should_exit = True
-        backstop = threading.Timer(LOST_SECONDS + FLUSH_SECONDS + 3, os._exit, (1,))
-        backstop.daemon = True
-        backstop.start()
+        timer = threading.Timer(LOST_SECONDS + FLUSH_SECONDS + 3, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
 
     async def until(self, done, seconds: float) -> None:
-        """Waits until it is done, but not longer. A second interrupt ends the wait."""
+        """Waits until done() is true, but at most this long. A second interrupt ends the wait."""
         end = time.monotonic() + seconds
         while not done() and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(0.02)

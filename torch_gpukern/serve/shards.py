@@ -2,12 +2,12 @@
 """Tensor parallelism of a network of transformers: each rank keeps its heads and its columns of the
 MLPs (Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053).
 
-Which layers are split is what the model's configuration says for transformers' own tensor
+The model's configuration says which layers are split: it has a plan for transformers' own tensor
 parallelism (`base_model_tp_plan`). A layer whose result is split keeps its rows of the weight. A
 layer whose input is split keeps its columns, and its results are added over the ranks. The head
-keeps its rows, and the logits are gathered. All else is on every rank. A rank's layers are plain
-nn.Linear, so they are quantised and fused as those of one rank. Each expert of a mixture is divided
-as an MLP is, so every rank has a part of all of them.
+keeps its rows, and the logits are gathered. All other layers are on every rank. A rank's layers are
+plain nn.Linear, so they are quantised and fused as those of one rank. Each expert of a mixture is
+divided as an MLP is, so every rank has a part of every expert.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Numbers of the host on a device."""
+"""Copies numbers from the host to a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def on_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def moved(numbers: Tensor, device: torch.device) -> Tensor:
-    """The copy does not wait for the device: it starts from pinned memory."""
+    """The numbers on the device. The copy is from pinned memory, so the host does not wait for it."""
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True)
     return numbers.to(device)

@@ -2,9 +2,9 @@
 """The file of tuned kernels: the instances that were measured to be fastest, by device name and
 tuning key.
 
-`import torch_gpukern` reads the file once and hands every entry to the library. The library looks
-up a device's name when that device is first used. So the import needs no GPU, calls pay nothing for
-Python, and the choice holds in every thread. A C program does the same with gk_gemm_prefer_class.
+`import torch_gpukern` reads the file once and passes every entry to the library. The library looks
+up a device's name when that device is first used. So the import needs no GPU, a call has no overhead in
+Python, and the choice applies to all threads. A C program calls gk_gemm_prefer_class instead.
 
 The file is JSON; <key> is a tuning key, and "row" and "default" are names of instances:
 
@@ -13,8 +13,8 @@ The file is JSON; <key> is a tuning key, and "row" and "default" are names of in
          "gpukern": "0.1.0",
          "gemm": {<key>: {"row": .., "us": .., "default": .., "default_us": .., "cublas_us": ..}}}}}
 
-A warning names once what is wrong with a file. The file, or the part that is wrong, is then
-ignored, and calls run their default instances.
+If something is wrong with the file, a warning says so once. The file, or the wrong part of it, is
+then ignored, and calls run their default instances.
 """
 
 import contextlib
@@ -69,8 +69,7 @@ def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the 
 
 
 def read(path: Path) -> tuple[dict[str, dict], str]:
-    """The file's "devices", and what is wrong with the file, "" if nothing. A missing file counts
-    as empty."""
+    """(the file's "devices", what is wrong with the file or ""). A missing file counts as empty."""
     try:
         stored = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -88,8 +87,8 @@ def read(path: Path) -> tuple[dict[str, dict], str]:
 
 
 def entries_of(device: object) -> tuple[dict[str, dict], str]:
-    """The valid entries {tuning key: {"row": ..}} of a device of the file, and what is wrong, "" if
-    nothing. Entries of another version of gpukern are not valid."""
+    """(the valid entries {tuning key: {"row": ..}} of a device of the file, what is wrong with the
+    others or ""). Entries of another version of gpukern are not valid."""
     if not isinstance(device, dict) or not isinstance(device.get("gemm"), dict):
         return {}, "has no entries for gemm"
     if device.get("gpukern") != VERSION:
@@ -105,7 +104,7 @@ def entries_of(device: object) -> tuple[dict[str, dict], str]:
 
 
 def use(path: Path | None = None) -> int:
-    """Hands the file's entries to the library and returns how many it took. Bad contents of the
+    """Passes the file's entries to the library and returns how many it accepted. Wrong contents of the
     file give a warning, never an exception."""
     named = path is None and os.environ.get("GPUKERN_TUNED")
     path = path or default_path()
@@ -149,9 +148,9 @@ def use(path: Path | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Context with a lock on a folder, so that only one process writes. On a file system without
-    locks the last writer wins; the file is complete in any case."""
+def _locked(folder: Path) -> Iterator[None]:
+    """A context with a lock on a folder, so that only one process writes. On a file system without
+    locks the last writer wins. The file is complete in any case."""
     try:
         import fcntl
     except ImportError:
@@ -174,7 +173,7 @@ def save(path: Path, device: str, entries: Mapping[str, dict | None]) -> None:
     one, never a part. Raises OSError if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path.parent):
+    with _locked(path.parent):
         devices, problem = read(path)
         if problem and path.is_dir():
             raise IsADirectoryError(f"{path} is a directory")

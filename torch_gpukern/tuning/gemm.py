@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Finds the fastest kernel instance of a gemm: measures every instance that can serve the call, the
-default one among them, and PyTorch's own product. Variables hold instances by their names."""
+"""Finds the fastest kernel instance of a gemm call. Measures every instance that can serve the call,
+the default one among them, and PyTorch's own product. In this file an instance is its name, a str."""
 
 import contextlib
 import functools
@@ -20,14 +20,15 @@ from . import timing
 
 __all__ = ["NOISE", "Problem", "Result", "parse_class", "parse_shape", "tune"]
 
-# An instance is kept only if it is faster than the default one by this factor, in two sets of
-# rounds.
+# An instance replaces the default one only if it is faster by this factor, in two sets of rounds.
 NOISE = 1.02
-# Instances that a first look finds slower than FAR times the best plus FAR_US are not timed again.
+# Each instance is timed shortly first. One that takes more than FAR times the best time plus FAR_US us
+# is not timed again.
 FAR, FAR_US = 1.3, 1.0
 ROUNDS = 15
-# The default instance may err this much more than PyTorch, because it sums in another order. (Seen:
-# a factor of 5 in float32 with k 4096, where cuBLAS splits k. A wrong tile gives 1e5.)
+# The default instance's error may be larger than PyTorch's by this factor, because it sums in another
+# order. (Measured: a factor of 5 in float32 with k 4096, where cuBLAS splits k. An instance with a
+# wrong tile has a factor of 1e5.)
 ORDER = 16
 # Below this many FLOPs per byte of operands, memory bounds the call. Calls then rotate over several
 # sets of inputs, at most MOST_SETS.
@@ -80,8 +81,8 @@ class Problem:
         return float(self.batch * (self.m + self.n) * self.k * DTYPES[self.dtype].itemsize)
 
     def inputs(self, device: torch.device) -> dict[str, Tensor | None]:
-        """Inputs with normally distributed values; values affect a GPU's power, and so its
-        clock."""
+        """Inputs with normally distributed values. Zeros would not do: values affect a GPU's power,
+        and power its clock."""
         options = {"dtype": DTYPES[self.dtype], "device": device}
 
         def matrix(rows: int, cols: int, stored: str) -> Tensor:
@@ -173,10 +174,9 @@ def errors_of(x: Tensor, exact: Tensor) -> tuple[float, float]:
 class Judge:
     """Judges whether an instance's result is right.
 
-    It may err twice as much as PyTorch's own product plus one rounding of the result
-    (docs/numerics.md), or as much as the default instance, so that tuning makes no call less
-    accurate. The default instance is wrong if it errs so much more than PyTorch that the order of
-    sums cannot explain it.
+    Its error may be twice that of PyTorch's own product plus one rounding of the result
+    (docs/numerics.md), or that of the default instance, whichever is larger. So tuning makes no call
+    less accurate. The default instance is wrong if its error is more than ORDER times PyTorch's.
     """
 
     def __init__(self, problem: Problem, inputs: dict) -> None:
@@ -196,8 +196,8 @@ class Judge:
         )
 
     def takes_as_default(self, out: Tensor) -> bool:
-        """Whether the default instance's result can be right. If so, the bounds grow to its
-        errors."""
+        """Whether the default instance's result can be right. If so, its errors become bounds for
+        all instances."""
         errors = errors_of(out, self.exact)
         if not all(
             got <= ORDER * x + self.rounding for got, x in zip(errors, self.own, strict=True)
@@ -216,7 +216,7 @@ class Result:
 
     Attributes:
         default, best: names of instances.
-        us: median time in us of each instance that was timed beyond a first look.
+        us: median time in us of each instance that was timed twice.
         cublas_us: PyTorch's median time in us.
         gain: the default's time over the best one's.
         wrong: instances with a wrong result.
@@ -248,7 +248,7 @@ class Result:
 
 @contextlib.contextmanager
 def _torch_precision(problem: Problem) -> Iterator[None]:
-    """Context in which cuBLAS has the problem's float32 precision."""
+    """A context in which PyTorch's products have the problem's float32 precision."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = problem.fp32_precision == "tf32"
     try:
@@ -257,7 +257,7 @@ def _torch_precision(problem: Problem) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _first_look(call: Callable[[], object], pool) -> float:
+def _short_time(call: Callable[[], object], pool) -> float:
     us = timing.Replay([call], 1, pool).us()
     return us if us > 100 else timing.Replay([call], 20, pool).us()
 
@@ -295,26 +295,28 @@ def tune(problem: Problem, device: torch.device) -> Result:
 def _measured(
     problem: Problem, inputs: dict, instances: list[str], prefer: Callable[[str], None]
 ) -> Result:
-    default, wrong, look = instances[0], [], {}
+    default = instances[0]
+    wrong: list[str] = []
+    first_us: dict[str, float] = {}  # of the instances whose results are right
     pool = torch.cuda.graph_pool_handle()
     judge = Judge(problem, inputs)
     for instance in instances:
         prefer(instance)
         ran = problem.explain(inputs)["instance"]
         if ran != instance:
-            raise RuntimeError(f"{instance} was asked for and {ran} would run")
+            raise RuntimeError(f"the library would run {ran} although {instance} is preferred")
         out = problem.ours(inputs)
         if judge.takes_as_default(out) if instance == default else judge.accepts(out):
-            look[instance] = _first_look(lambda: problem.ours(inputs), pool)
+            first_us[instance] = _short_time(lambda: problem.ours(inputs), pool)
         else:
             wrong.append(instance)
     if default in wrong:
         raise RuntimeError(f"the result of {default} is wrong: please report this")
     del judge, out
-    least = min(look.values())
+    least = min(first_us.values())
     near = [
         instance
-        for instance, us in look.items()
+        for instance, us in first_us.items()
         if us <= FAR * least + FAR_US or instance == default
     ]
 
@@ -330,14 +332,14 @@ def _measured(
     replays = {}
     for instance in near:
         prefer(instance)
-        replays[instance] = replay(problem.ours, look[instance])
+        replays[instance] = replay(problem.ours, first_us[instance])
     replays["cublas"] = replay(problem.torch, least)
     times = timing.rounds_us(replays, ROUNDS)
     us = {name: statistics.median(x) for name, x in times.items()}
     best = min(near, key=us.__getitem__)
     gain = _gain(times, best, default)
     if best != default and gain > NOISE:
-        # The best of many is partly lucky, so time it again beside the default.
+        # The best of many is the best by chance, too, so time it again beside the default.
         again = timing.rounds_us(
             {name: replays[name] for name in (default, best, "cublas")}, ROUNDS
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Times calls: on CUDA by replaying a graph, on the CPU by torch's Timer.
 
-CUDA events around single calls would measure the launch. So a graph holds many calls, one after the
-other on one stream. Rounds of all contestants alternate, so that a drift of the clock affects all
-of them.
+CUDA events around a single call would measure the launch. So a graph holds many calls, one after the
+other on one stream. If several contestants are compared, their rounds alternate, so that a drift of
+the clock affects all of them.
 """
 
 import statistics
@@ -13,13 +13,14 @@ import torch
 
 __all__ = ["Replay", "median_us", "rounds_us"]
 
-# Bytes of inputs to rotate over, more than any cache holds: a call that memory bounds must not find
-# its inputs in a cache.
+# The bytes of all sets of inputs together, more than any cache holds. Calls that are bound by memory
+# rotate over the sets, so that they do not find their inputs in a cache.
 ROTATE_BYTES = 256 << 20
 
 
 class Replay:
-    """A CUDA graph of `calls` calls of the functions in turn, captured on the current device."""
+    """A CUDA graph of `calls` calls, which go through the functions again and again. It is captured
+    on the current device."""
 
     def __init__(self, functions: Sequence[Callable[[], object]], calls: int, pool=None) -> None:
         self.calls = max(calls, len(functions))
@@ -43,8 +44,8 @@ class Replay:
 
 
 def calls_for(us: float, total_us: float = 2000.0) -> int:
-    """How many calls of `us` a graph needs to run for `total_us`, much longer than its launch
-    takes."""
+    """How many calls of `us` each a graph needs to run for `total_us`, which is much longer than the
+    launch of the graph."""
     return int(min(max(total_us / max(us, 0.1), 1), 400))
 
 

@@ -7,17 +7,17 @@
  *
  * A lane is a pair of a query row and a head of the GQA group, so the whole group shares every
  * tile of keys. Lanes are ordered by row, so the bounds lo and hi never decrease from lane to lane.
- * A strip is NR lanes. All buffers of a strip are contiguous.
+ * A strip is NR lanes. All buffers of a strip are contiguous. vec.h defines cells, PAIR, W and NR.
  *
  *   scratch of one worker (cells and floats are 4 bytes)
- *     q  [bq / NR][cells(D)][NR] cells    Q^T, packed once
- *     k  [bkv][cells(D) up to W] cells    a tile of keys, converted
- *     v  [cells(bkv)][Dv up to W] cells   a tile of values; if a cell is a pair, two neighbouring
- *                                         keys are interleaved
- *     s  [bkv up to PAIR][NR] floats      scores of one strip; P^T overwrites them, as cells
- *     o  [bq / NR][Dv][NR] floats         O^T
- *     decoded  [bkv][D + Dv]              keys and values of 8-bit pages, in q's dtype
- *     bias  [bkv][NR] floats              bias of one strip's scores, if the call has one
+ *     q  [bq / NR][cells(D)][NR] cells        Q^T, packed once
+ *     k  [bkv][cells(D), padded to W] cells   a tile of keys, converted
+ *     v  [cells(bkv)][Dv, padded to W] cells  a tile of values; if a cell is a pair, two
+ *                                             neighbouring keys are interleaved
+ *     s  [bkv, padded to PAIR][NR] floats     scores of one strip; P^T overwrites them, as cells
+ *     o  [bq / NR][Dv][NR] floats             O^T
+ *     decoded  [bkv][D + Dv]                  keys and values of 8-bit pages, in q's dtype
+ *     bias  [bkv][NR] floats                  bias of one strip's scores, if the call has one
  *
  * For each tile of keys:
  *   pack K and V
@@ -41,26 +41,25 @@ enum {
 };
 _Static_assert(ATTN_MAX_BQ % NR == 0, "strips fill a block");
 
-/* m may lag so far behind the largest score: p stays below 2^8, and O^T is rescaled only when m
- * moves. */
+/* m need not be the largest score. It may be smaller by this much, so that p stays below 2^8. O^T
+ * is rescaled only when m is raised, and a larger lag makes that rarer. */
 static const float attn_lag = 8 / ATTN_UNIT_LOG2;
 
 /* ---- keys: dense | paged --------------------------------------------------------------------- */
 typedef struct attn_keys {
-    const char *k, *v; /* key 0 of this kv head; with pages the one of page 0 */
+    const char *k, *v; /* key 0 of this kv head; of page 0, if keys are in pages */
     int64_t k_row_bytes, v_row_bytes;
-    const int32_t *pages; /* this sequence's row of block_table; NULL = keys side by side */
+    const int32_t *pages; /* this sequence's row of block_table; NULL: keys are not in pages */
     int64_t pages_step;   /* elements */
     int64_t page_size;    /* keys of a page */
     int64_t k_page_bytes, v_page_bytes;
-    /* NULL, or for pages of 8-bit codes: rows of q's dtype of keys j .. j + n at `to`, to which k
-     * and v point then */
+    /* For pages of 8-bit codes, otherwise NULL: decodes keys j .. j + n to `to`, in q's dtype, and
+     * sets k and v to the decoded rows. */
     void (*decode)(const struct attn_keys *keys, int64_t j, int64_t n, const char **k,
                    const char **v, char *to);
-    const void *codes; /* what decode reads */
+    const void *codes; /* an argument of decode: paged_codes */
     int64_t head;
-    /* of probabilities of these keys, its rows are lse_at; NULL = none */
-    const gk_attn_keep *dropout;
+    const gk_attn_keep *dropout; /* its row of a lane is lse_at; NULL: no dropout */
 } attn_keys;
 
 /* Addresses of keys j .. j + n. */
@@ -84,15 +83,14 @@ INLINE void attn_keys_at(const attn_keys *x, int64_t j, int64_t n, const char **
 
 /* ---- lanes ----------------------------------------------------------------------------------- */
 typedef struct attn_lanes {
-    /* lanes in use; the rest of the last strip copies the last one */
-    int64_t count;
+    int64_t count; /* lanes in use; the other lanes of the last strip are copies of the last one */
     int64_t lo[ATTN_MAX_BQ], hi[ATTN_MAX_BQ];         /* keys seen */
     int64_t position[ATTN_MAX_BQ];                    /* i + diagonal */
     int64_t out_at[ATTN_MAX_BQ], lse_at[ATTN_MAX_BQ]; /* elements */
     const char *q[ATTN_MAX_BQ];
     float slope[ATTN_MAX_BQ];             /* ATTN_UNIT */
     float m[ATTN_MAX_BQ], l[ATTN_MAX_BQ]; /* running maximum (ATTN_UNIT, may lag) and sum of p */
-    float sink[ATTN_MAX_BQ];              /* natural */
+    float sink[ATTN_MAX_BQ];              /* not in ATTN_UNIT */
 } attn_lanes;
 
 /* The values that every block of a call shares. */
@@ -104,9 +102,10 @@ typedef struct attn_job {
     void *out;
     float *lse;
     int64_t decoded_bytes; /* of a key and a value of 8-bit pages as rows of dtype; else 0 */
-    bool accumulates; /* out, float32, and lse hold the attention over other keys, and become that
-                         over both */
-    const attn_scores *scores; /* a mask or a bias (flash_attn_fwd.c); NULL = none */
+    /* out, which is float32, and lse have the attention over other keys. The result over these keys
+     * is merged into them. */
+    bool accumulates;
+    const attn_scores *scores; /* a mask or a bias (flash_attn_fwd.c); NULL: neither */
 } attn_job;
 
 /* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
@@ -126,7 +125,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
         to->q[n] = x->q + element_bytes * (i * x->q_row + h * x->q_head);
         to->slope[n] = attn_slope(r, b, h) * ATTN_UNIT;
         const float sink = (float)gk_sink_of(r, h);
-        to->m[n] = attn_sink(sink); /* -FLT_MAX where there is none */
+        to->m[n] = attn_sink(sink); /* -FLT_MAX without a sink */
         to->l[n] = sink == -INFINITY ? 0 : 1;
         to->sink[n] = sink;
     }
@@ -146,7 +145,7 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
     x.q_strip = whole_cells(job->head_dim) * NR;
     x.o_strip = job->head_dim_v * NR;
     x.k_step = gk_round_up(cells_of(job->head_dim), W);
-    /* a line to spare */
+    /* on AMX one cache line more, so that rows do not share sets of the L1 */
     x.v_step = TILED ? whole_cells(job->bkv) + W : gk_round_up(job->head_dim_v, W);
     const int64_t strips = job->bq / NR;
     int64_t at = 0;
@@ -169,7 +168,7 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
-/* Float cells take the scale on the way. */
+/* Packs Q^T. Float cells are multiplied by the scale; pairs are not, because that would round. */
 INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype dtype,
                         int64_t head_dim, float scale) {
     const int64_t cells = cells_of(head_dim);
@@ -224,9 +223,11 @@ typedef struct attn_strip_scores {
     const float *bias; /* [n][NR] in ATTN_UNIT */
 } attn_strip_scores;
 
-/* The scores of keys j0 .. j0 + n, which replace the dot products in s [n][NR], and the largest of
- * each lane in `top`. What a lane does not see is -inf. words, biased: whether own->word and
- * own->bias are used. */
+/* Replaces the dot products of keys j0 .. j0 + n in s [n][NR] by scores, and writes the largest of
+ * each lane to `top`. The score of a key that a lane does not see is -inf.
+ *
+ * score_step: whether scores are computed here (see attn_block). edge: whether a bound lo or hi of
+ * a lane is in this tile. words, biased: whether own->word and own->bias are used. */
 INLINE void attn_top_scores(float *s, int64_t n, int64_t j0, const attn_lanes *lanes, int64_t lane,
                             const attn_job *job, float scale, vf top[NV], const int nv,
                             const bool score_step, const bool edge, const attn_strip_scores *own,
@@ -249,7 +250,7 @@ INLINE void attn_top_scores(float *s, int64_t n, int64_t j0, const attn_lanes *l
         }
     }
 
-    /* score and span are written back, so that `attn_weights` is one for all */
+    /* Scores that changed are stored, so that attn_weights needs no such cases. */
     for (int64_t j = 0; j < n; ++j)
 #pragma GCC unroll 4
         for (int v = 0; v < nv; ++v) {
@@ -275,11 +276,11 @@ INLINE void attn_top_scores(float *s, int64_t n, int64_t j0, const attn_lanes *l
         }
 }
 
-/* Raises m to the largest score where it lags too far, and takes l along. Writes m and, where O^T
- * must be multiplied by it, *shrink. Returns whether it must. m moves for a whole vector as soon as
- * one of its lanes lags; with `alone` for that lane alone. */
+/* Raises m to the largest score if it lags by more than attn_lag, and rescales l. Writes m, and to
+ * `shrink` the factor of O^T. Returns whether O^T must be multiplied by it. If one lane of a vector
+ * lags, m is raised in all lanes of the vector, or with `by_lane` only in the lanes that lag. */
 INLINE bool attn_raise(attn_lanes *lanes, int64_t lane, const vf top[NV], float factor, vf m[NV],
-                       vf shrink[NV], const int nv, const bool alone) {
+                       vf shrink[NV], const int nv, const bool by_lane) {
     bool moved = false;
     for (int v = 0; v < NV; ++v) shrink[v] = vf_set1(1);
     for (int v = 0; v < nv; ++v) {
@@ -289,7 +290,7 @@ INLINE bool attn_raise(attn_lanes *lanes, int64_t lane, const vf top[NV], float 
         const vm lags = vf_lt(m[v] + attn_lag, largest);
         if (vm_any(lags)) {
             vf to = vf_max(m[v], largest);
-            if (alone) to = vf_select(lags, to, m[v]);
+            if (by_lane) to = vf_select(lags, to, m[v]);
             shrink[v] = attn_p(m[v], 1, to);
             m[v] = to;
             moved |= vm_any(vf_lt(vf_set1(0), l));
@@ -300,7 +301,7 @@ INLINE bool attn_raise(attn_lanes *lanes, int64_t lane, const vf top[NV], float 
     return moved;
 }
 
-/* p of the scores in s, as cells [cells(n)][NR] in their place. Adds its sum to l. */
+/* Replaces the scores in s by p, as cells [cells(n)][NR], and adds the sum of p to l. */
 INLINE void attn_weights(float *s, int64_t n, attn_lanes *lanes, int64_t lane, float factor,
                          const vf m[NV], const int nv) {
     vf sum[NV];
@@ -326,12 +327,13 @@ INLINE void attn_weights(float *s, int64_t n, attn_lanes *lanes, int64_t lane, f
     }
 }
 
-/* The softmax of keys j0 .. j0 + n for nv vectors of lanes. s [n][NR] holds dot products first and
- * p at the end, as cells [cells(n)][NR]. s times `scale` is the scaled score. Returns true if O^T
- * must be multiplied by *shrink. m starts at -FLT_MAX and stays finite, so a masked score (-inf)
- * gives exactly 0 and never inf - inf. A NaN reaches l. own is NULL unless the call has a mask or
- * a bias. With it, each lane raises its m by itself, so that its bits do not depend on the keys
- * that its neighbours see. */
+/* The softmax of keys j0 .. j0 + n for nv vectors of lanes. s [n][NR] has dot products before the
+ * call, and p after it, as cells [cells(n)][NR]. A dot product times `scale` is the scaled score.
+ * Returns true if O^T must be multiplied by *shrink.
+ *
+ * m starts at -FLT_MAX and stays finite, so a masked score (-inf) gives exactly 0 and never
+ * inf - inf. A NaN reaches l. `own` is NULL unless the call has a mask or a bias. With it m is
+ * raised lane by lane, so that a lane's bits do not depend on the keys that its neighbours see. */
 INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane,
                          const attn_job *job, float scale, vf shrink[NV], const int nv,
                          const bool score_step, const bool edge, const attn_strip_scores *own,
@@ -366,26 +368,26 @@ INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, i
         }
 }
 
-/* ---- the way out ----------------------------------------------------------------------------- */
-/* Merges the result of other keys, whose lse is `held`, with this one, whose lse is `own`: out =
- * share * other result + (1 - share) * this result. Returns the lse over all keys. */
-INLINE float attn_join(float held, float own, float *share) {
-    const double peak = held > own ? held : own;
+/* ---- storing the result ---------------------------------------------------------------------- */
+/* Merges two results over different keys, with lse `other` and `own`:
+ * out = share * other result + (1 - share) * own result. Returns the lse over all keys. */
+INLINE float attn_join(float other, float own, float *share) {
+    const double peak = other > own ? other : own;
     if (peak == -INFINITY) {
         *share = 0;
         return -INFINITY;
     }
-    const double a = exp(held - peak), b = exp(own - peak);
+    const double a = exp(other - peak), b = exp(own - peak);
     *share = (float)(a / (a + b));
     return (float)(peak + log(a + b));
 }
 
 INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job,
                        float v_scale) {
-    float share[ATTN_MAX_BQ] = {0}; /* of what is held already */
+    float share[ATTN_MAX_BQ] = {0}; /* of the result that out has already */
     for (int64_t n = 0; job->accumulates && n < lanes->count; ++n) {
-        float *held = job->lse + lanes->lse_at[n];
-        *held = attn_join(*held, attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]), share + n);
+        float *lse = job->lse + lanes->lse_at[n];
+        *lse = attn_join(*lse, attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]), share + n);
     }
     for (int64_t n = 0; n < lanes->count; n += W) {
         const float *from = x->o + n / NR * x->o_strip + n % NR;
@@ -402,7 +404,7 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
             for (int64_t i = 0; i < gk_min_i64(W, lanes->count - n); ++i) {
                 const int64_t at = lanes->out_at[n + i] + d;
                 vf row = (vf)r[i];
-                if (share[n + i] > 0) /* else what is there may be anything */
+                if (share[n + i] > 0) /* otherwise out may be uninitialised */
                     row = share[n + i] * vf_load_dtype(job->out, GK_F32, at, job->head_dim_v - d) +
                           (1 - share[n + i]) * row;
                 vf_store_dtype(job->out, job->out_dtype, at, row, job->head_dim_v - d);
@@ -415,7 +417,8 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
     }
 }
 
-/* Tokens from `first` on belong to no sequence: out [T, Hq, Dv] 0, lse [T, Hq] -inf. */
+/* Sets out [T, Hq, Dv] to 0 and lse [T, Hq] to -inf for the tokens from `first` on, which belong to
+ * no sequence. */
 INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
     const int64_t element_bytes = out->dtype == GK_F32 ? 4 : 2, heads = out->shape[1];
     for (int64_t t = first; t < out->shape[0]; ++t)
@@ -428,9 +431,9 @@ INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
 }
 
 /* ---- the end of a tile and of a block -------------------------------------------------------- */
-/* O^T += V^T p of one strip and n keys, whose p stand where the scores stood. If m has moved, O^T
- * is first rescaled by `shrink`, one of its nv vectors of lanes each. *started: whether O^T holds a
- * sum already. */
+/* O^T += V^T P^T for one strip and n keys. P^T is in x->s. If `moved`, O^T is first multiplied by
+ * `shrink`, which has a vector for each of the strip's nv vectors of lanes. *started: whether O^T
+ * has a sum already. */
 INLINE void attn_add_values(const attn_scratch *x, const attn_job *job, int64_t strip, int64_t n,
                             int64_t width, const int nv, bool moved, const vf shrink[NV],
                             bool *started) {
@@ -462,10 +465,12 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
     const int64_t head_dim = job->head_dim, head_dim_v = job->head_dim_v, last = lanes->count - 1;
     const char *k[ATTN_MAX_BKV], *v[ATTN_MAX_BKV];
     bool started[ATTN_MAX_BQ / NR] = {false};
-    const float left = PAIR == 2 ? scale : 1; /* what q does not carry of the scale */
-    /* it waits for the exponent where nothing comes between and the largest product stays the
-     * largest score */
-    const bool score_step = job->rules->softcap > 0 || job->rules->alibi_slopes || !(left > 0);
+    /* The factor that turns a dot product into a scaled score. Float cells of q have it already. */
+    const float to_score = PAIR == 2 ? scale : 1;
+    /* If nothing else changes the scores and the factor is positive, the largest dot product is the
+     * largest score. The softmax then applies the factor inside the exponential and needs no score
+     * step. */
+    const bool score_step = job->rules->softcap > 0 || job->rules->alibi_slopes || !(to_score > 0);
 
     attn_pack_q(&x, lanes, job->dtype, head_dim, scale);
     const int64_t first = lanes->lo[0], end = lanes->hi[last];
@@ -488,17 +493,17 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
             tile_product(job->sum_cells, true, n, width, cells_of(head_dim), x.k, x.k_step,
                          x.q + strip * x.q_strip, NR, x.s, NR, false);
             if (nv == 1)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, 1, true, true, NULL,
-                                     false, false);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, to_score, shrink, 1, true, true,
+                                     NULL, false, false);
             else if (score_step)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, true, true,
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, to_score, shrink, NV, true, true,
                                      NULL, false, false);
             else if (edge)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, true,
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, to_score, shrink, NV, false, true,
                                      NULL, false, false);
             else
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false,
-                                     NULL, false, false);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, to_score, shrink, NV, false,
+                                     false, NULL, false, false);
             if (keys->dropout) attn_drop((cell *)x.s, n, j, lanes, lane, nv, keys->dropout);
             attn_add_values(&x, job, strip, n, width, nv, moved, shrink, &started[strip]);
         }

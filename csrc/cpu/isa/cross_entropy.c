@@ -8,7 +8,7 @@
  * float32 logits; target [M] int64, w [V], loss, lse [M] float32. A task is a run of rows. A row is
  * read once forward and once backward: blocks of ROW_BLOCK columns have a maximum of their own, and
  * their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
- * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
+ * Backward may have only some of the columns. No workspace. Not here: float64 (ref/). */
 #include "gpukern_train.h"
 #include "rows.h"
 #include "vec_math.h"

@@ -21,7 +21,7 @@
  *
  * A row of a tile is a key and a lane is a query: lse and delta are vectors, and each of the five
  * products finds both operands in the order in which they were made (tile.h). Nothing of size
- * BQ x BKV is ever transposed. On AMX, which takes A by rows alone, k_panel is K^T.
+ * BQ x BKV is ever transposed. On AMX, which takes A only by rows, k_panel is K^T.
  *
  * A task owns one sequence, one kv head and one chunk of keys, with all query heads of its group,
  * so dK and dV need no sum over tasks. dQ is summed over key tiles in float32 blocks [D][NR], and

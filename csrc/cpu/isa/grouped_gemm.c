@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm: products of groups of rows or of groups of k, one after the other by
- * quant_product.h. Compiled once per ISA. a [M, K], and b [G, K, N] or [K, N], are float32,
- * bfloat16, float16 or 8-bit floats with scales. Group ends are read from offs when the call
- * runs. */
-#include "quant_product.h"
+ * quant_product.h, or by int8_product.h for int8. Compiled once per ISA. a [M, K], and b [G, K, N]
+ * or [K, N], are float32, bfloat16, float16, or 8-bit floats or int8 with scales. Group ends are
+ * read from offs when the call runs. */
+#include "int8_product.h"
 
 typedef struct grouped_plan {
     quant_product p; /* of a group that covers all of a */
@@ -19,10 +19,30 @@ typedef struct grouped_job {
 
 static void grouped_task(void *arg, int64_t t, int64_t worker) {
     const grouped_job *jb = arg;
-    quant_task(jb->p, t, jb->workspace + (size_t)worker * jb->worker_bytes);
+    char *memory = jb->workspace + (size_t)worker * jb->worker_bytes;
+    if (jb->p->int8)
+        int8_task(jb->p, t, memory);
+    else
+        quant_task(jb->p, t, memory);
 }
 
-static bool plan_grouped(const gk_context *ctx, const void *args, gk_plan *plan) {
+/* Enough memory for every group. A group with more rows needs no less, but the block of k follows
+ * from M in three ranges: b is read in place, small M, and larger M. */
+static size_t most_bytes(const quant_product *planned) {
+    const int64_t rows[3] = {INT8_DOT_ROWS, INT8_SMALL_M, INT8_MB};
+    size_t most = 0;
+    if (!planned->int8) return quant_most_bytes(planned);
+    for (int i = 0; i < 3; ++i) {
+        quant_product p = *planned;
+        p.m = gk_min_i64(p.m, rows[i]);
+        int8_tasks(&p, 0);
+        most = p.worker_bytes > most ? p.worker_bytes : most;
+    }
+    return most;
+}
+
+static bool plan_of(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
+                    gk_plan *plan) {
     const gk_grouped_gemm_args *g = args;
     grouped_plan *x = GK_OWN(grouped_plan, plan);
     quant_product *p = &x->p;
@@ -44,10 +64,20 @@ static bool plan_grouped(const gk_context *ctx, const void *args, gk_plan *plan)
     if (g->scale_b) p->scale_b = gk_scales_of(g->scale_b, p->k, p->n, true);
     quant_results(p, g->activation, &g->out, g->bias);
     p->e.out_row = p->n;
-    quant_plan(p, ctx, plan);
+    if (g->a.dtype == GK_I8) {
+        p->int8 = int8;
+        p->exact = !scaled_along_k(p);
+        int8_plan(p, ctx, plan);
+    } else {
+        quant_plan(p, ctx, plan);
+    }
     plan->chunks = g->offs.shape[0];
-    plan->workspace_bytes = (size_t)gk_num_workers(ctx, GK_MAX_THREADS) * quant_most_bytes(p);
+    plan->workspace_bytes = (size_t)gk_num_workers(ctx, GK_MAX_THREADS) * most_bytes(p);
     return true;
+}
+
+static bool plan_grouped(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return plan_of(&SYM(gk_int8_pairs), ctx, args, plan);
 }
 
 static const char *at(const void *data, int64_t bytes) {
@@ -62,6 +92,7 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
                   n = x->p.n;
     const int64_t b_bytes = (int64_t)gk_dtype_bytes(g->b.dtype),
                   out_bytes = (int64_t)gk_dtype_bytes(g->out.dtype);
+    const size_t worker_bytes = most_bytes(&x->p);
     int64_t begin = 0;
     if (gk_numel(&g->out) == 0) return;
     for (int64_t i = 0; i < groups; ++i) {
@@ -89,8 +120,9 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
             p.e.out = (char *)g->out.data + out_bytes * i * p.m * n;
         }
         begin = end;
-        grouped_job jb = {&p, workspace, quant_most_bytes(&x->p)};
-        const int64_t tasks = quant_tasks(&p, ctx);
+        grouped_job jb = {&p, workspace, worker_bytes};
+        const int64_t tasks =
+            p.int8 ? int8_tasks(&p, 2 * gk_num_threads(ctx)) : quant_tasks(&p, ctx);
         gk_parallel(ctx, tasks, grouped_task, &jb);
     }
     if (x->by_rows && begin < x->p.m)
@@ -98,3 +130,9 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
                (size_t)(out_bytes * (x->p.m - begin) * n));
 }
 const gk_cpu_kernel SYM(gk_grouped_gemm) = {plan_grouped, run_grouped};
+
+/* serves int8 if the machine multiplies quads */
+static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
+    return HAS_QUADS && plan_of(INT8_QUADS, ctx, args, plan);
+}
+const gk_cpu_kernel SYM(gk_grouped_gemm_vnni) = {plan_vnni, run_grouped};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* int8_product.h: a quant_product whose 8-bit integers are multiplied directly, by the register
- * tile of int8_ukr.c or int8_amx.c. scaled_gemm.c and sparse_gemm.c use it.
+ * tile of int8_ukr.c or int8_amx.c. scaled_gemm.c, sparse_gemm.c and grouped_gemm.c use it.
  *
  *  out = activation(scale_a scale_b (A B) + beta c + bias)
  *
@@ -78,7 +78,9 @@ static int8_memory int8_memory_of(const quant_product *p, char *base) {
     return x;
 }
 
-static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
+/* Chooses the size of tasks: tasks of fewer columns if there would be fewer than `least`. Returns
+ * their number. */
+static int64_t int8_tasks(quant_product *p, int64_t least) {
     const bool few = p->m <= INT8_SMALL_M;
     p->block = scaled_block(p, !few ? INT8_KB : p->b_by_k ? INT8_FEW_KB : INT8_FEW_KB_ALONG);
     if (int8_in_place(p)) p->block = scaled_block(p, p->k);
@@ -87,13 +89,16 @@ static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     p->mb = p->row_tasks ? gk_ceil_div(p->m, p->row_tasks) : 0;
     if (p->mb > 4 * p->int8->mr) p->mb = gk_round_up(p->mb, p->int8->mr); /* whole strips */
     p->nb = !few ? INT8_NB : p->b_by_k ? INT8_FEW_NB : INT8_FEW_NB_ALONG;
-    while (p->nb > NR && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx))
-        p->nb /= 2;
+    while (p->nb > NR && p->row_tasks * gk_ceil_div(p->n, p->nb) < least) p->nb /= 2;
     p->col_tasks = gk_ceil_div(p->n, p->nb);
     /* one line more than a multiple of 1 KiB */
     p->a_ld = gk_round_up(gk_ceil_div(p->block, p->int8->per), W) + 16;
     p->worker_bytes = int8_memory_of(p, NULL).bytes;
-    plan->tasks = p->row_tasks * p->col_tasks;
+    return p->row_tasks * p->col_tasks;
+}
+
+static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
+    plan->tasks = int8_tasks(p, 2 * gk_num_threads(ctx));
     plan->tile[0] = p->mb;
     plan->tile[1] = p->nb;
     plan->tile[2] = p->block;

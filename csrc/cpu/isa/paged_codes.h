@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_codes: pages of 8-bit codes as rows of q's dtype. Every code of e4m3, e5m2 and int8 is a
- * value of bfloat16, float16 and float32, so decoding rounds nothing; a scale of the page, which
- * the row takes along, rounds once. Scales of a head or of all stay outside: they go on the scores
- * and on the sum of values, in float32.
+/* paged_codes: decodes keys and values of 8-bit pages to rows of q's dtype.
  *
- * Rows of latents (GK_U8, formats/latent_row.h) hold their own scales, which round once, too. A
- * decoded key row begins with the value row, as in a cache of q's dtype. */
+ * Every code of e4m3, e5m2 and int8 is also a value of bfloat16, float16 and float32, so decoding a
+ * code rounds nothing. If each page and head has a scale, the row is multiplied by it here, which
+ * rounds once. A scale for a whole head, or for the whole cache, is not applied here: attention
+ * multiplies the scores and the sum of values by it, in float32.
+ *
+ * Rows of latents (GK_U8, formats/latent_row.h) contain their own scales, which round once, too. A
+ * latent row is decoded once: the value row is the beginning of the key row. */
 #ifndef GPUKERN_CPU_PAGED_CODES_H
 #define GPUKERN_CPU_PAGED_CODES_H
 
@@ -14,9 +16,9 @@
 #include "codes_vec.h"
 
 typedef struct paged_codes {
-    gk_dtype code, dtype; /* of the pages, of the rows */
+    gk_dtype code, dtype; /* of the pages; of the decoded rows */
     int64_t head_dim, head_dim_v;
-    const gk_tensor *k_scale, *v_scale; /* [num_blocks, Hkv]; NULL: no scale by page */
+    const gk_tensor *k_scale, *v_scale; /* [num_blocks, Hkv]; NULL: pages have no scales */
 } paged_codes;
 
 INLINE paged_codes paged_codes_of(const gk_paged_attn_args *a) {
@@ -64,8 +66,9 @@ static __attribute__((noinline)) void decode_latent(const char *from, char *to, 
                        vf_load_dtype(from + GK_LATENT_ROPE_AT, GK_BF16, d, W), W);
 }
 
-/* Rows of keys j .. j + n, K or V: at[i] is the first head of key j + i, in the pages and then
- * decoded, head by head, at `to`. Returns the end of what was written. */
+/* Decodes rows of K or of V, those of keys j .. j + n and of `heads` heads, to `to`. at[i] is the
+ * address of key j + i's first head: in the pages before the call, in `to` after it. Returns the
+ * end of the decoded rows. */
 static char *decode_keys(const attn_keys *keys, int64_t j, int64_t n, int64_t heads,
                          const gk_tensor *scale, int64_t head_bytes, int64_t dim, const char **at,
                          char *to) {
@@ -89,7 +92,7 @@ static char *decode_keys(const attn_keys *keys, int64_t j, int64_t n, int64_t he
     return to;
 }
 
-/* Decodes n keys and values of `heads` heads, from keys->head on. */
+/* Decodes n keys and values of `heads` heads, beginning with keys->head. */
 static void paged_decode_heads(const attn_keys *keys, int64_t j, int64_t n, int64_t heads,
                                int64_t k_head, int64_t v_head, const char **k, const char **v,
                                char *to) {

@@ -109,7 +109,7 @@ static void store_in_cache(const float *x, const gk_tensor *cache, const gk_tens
 }
 
 /* Writes one head of one token: a head of q to out_q, a head of k or v to its cache. h counts the
- * heads of q, then those of k, then those of v. A negative slot writes q alone. */
+ * heads of q, then those of k, then those of v. A negative slot writes only q. */
 static void write_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
     float x[MOST_COLUMNS + 2 * W] __attribute__((aligned(64)));
     const int64_t heads_q = a->q.shape[1], heads_kv = a->k.shape[1], slot = index_of(&a->slots, t);

@@ -36,9 +36,9 @@ INLINE char *row_element(const gk_tensor *t, int64_t row) {
     return (char *)t->data + gk_offset_of(t, t->ndim, row) * (gk_type_of(t->dtype)->bits / 8);
 }
 
-/* The sum and the maximum of all lanes, each in a fixed order. The maximum may lose a NaN. They
- * work on the stored vector four lanes at a time, because every instruction set has such
- * vectors. */
+/* The sum and the maximum of all lanes, each in a fixed order. The maximum may ignore a NaN. Both
+ * store the vector and reduce four lanes at a time, because every instruction set has vectors of
+ * four floats. */
 typedef float four __attribute__((vector_size(16), may_alias));
 typedef int32_t four_ints __attribute__((vector_size(16)));
 INLINE float vf_total(vf v) {
@@ -65,8 +65,8 @@ INLINE float vf_peak(vf v) {
 /* Rows of a task, so that it has about ROW_TASK elements. */
 INLINE int64_t rows_per_task(int64_t n) { return gk_max_i64(1, ROW_TASK / gk_max_i64(1, n)); }
 
-/* The tasks of an operation that may cut rows: a row is cut into `cuts` ranges of at most ROW_TASK
- * columns. A task is one range, or `each` whole rows. */
+/* The tasks of an operation that may cut rows. A long row is cut into `cuts` ranges of at most
+ * ROW_TASK columns, and a task is one range. If rows are short, a task is `each` whole rows. */
 typedef struct row_cuts {
     int64_t rows, n, each, cuts;
 } row_cuts;
@@ -96,7 +96,7 @@ INLINE row_span span_of(const row_cuts *p, int64_t task) {
  * lanes from n on must then add 0. */
 typedef void (*row_terms)(const void *arg, int64_t i, int64_t n, vf *s);
 
-/* total[0 .. k) over columns [begin, end), at most ROW_BLOCK of them. */
+/* total[0 .. k): the sums over columns [begin, end), at most ROW_BLOCK of them. */
 INLINE void block_sums(int k, row_terms add, const void *arg, int64_t begin, int64_t end,
                        double *total) {
     vf s[4][ROW_SUMS] = {{{0}}};
@@ -122,55 +122,55 @@ INLINE void row_sums(int k, row_terms add, const void *arg, int64_t n, double *t
 /* Sets the lanes from n on to 0. */
 INLINE vf vf_first(vf x, int64_t n) { return n >= W ? x : vf_select(vm_first(n), x, vf_set1(0)); }
 
-/* A weight or bias [N] as the loops over rows read it: contiguous, of the rows' dtype or
- * float32. */
+/* A weight or bias [N] as the loops over rows read it: contiguous, in the rows' dtype or float32.
+ */
 typedef struct row_vector {
     const void *data; /* NULL: not given */
-    float more;       /* added to each element */
+    float added;      /* to each element */
     bool wide;        /* float32, whatever the rows' dtype */
 } row_vector;
 
-/* A strided vector is copied to `room`, float32 [N]. */
-INLINE row_vector row_vector_of(const gk_tensor *t, float more, gk_dtype rows, float *room) {
+/* A strided vector is copied to `copy`, float32 [N]. */
+INLINE row_vector row_vector_of(const gk_tensor *t, float added, gk_dtype rows, float *copy) {
     if (!t) return (row_vector){0};
     const int64_t n = t->shape[0];
-    if (t->stride[0] == 1 || n == 1) return (row_vector){t->data, more, t->dtype != rows};
-    for (int64_t i = 0; i < n; ++i) room[i] = (float)gk_load(t->data, t->dtype, i * t->stride[0]);
-    return (row_vector){room, more, true};
+    if (t->stride[0] == 1 || n == 1) return (row_vector){t->data, added, t->dtype != rows};
+    for (int64_t i = 0; i < n; ++i) copy[i] = (float)gk_load(t->data, t->dtype, i * t->stride[0]);
+    return (row_vector){copy, added, true};
 }
 
-/* Converts the vector to float32 in `room`. */
-INLINE void row_widen(row_vector *v, gk_dtype rows, int64_t n, float *room) {
+/* Converts the vector to float32 in `copy`. */
+INLINE void row_widen(row_vector *v, gk_dtype rows, int64_t n, float *copy) {
     for (int64_t i = 0; i < n; i += W)
-        vf_store_first(room + i, vf_load_dtype(v->data, rows, i, n - i), n - i);
-    v->data = room;
+        vf_store_first(copy + i, vf_load_dtype(v->data, rows, i, n - i), n - i);
+    v->data = copy;
     v->wide = true;
 }
 
 INLINE vf row_vector_at(const row_vector *v, gk_dtype rows, bool wide, int64_t i, int64_t n) {
-    return vf_load_dtype(v->data, wide ? GK_F32 : rows, i, n) + v->more;
+    return vf_load_dtype(v->data, wide ? GK_F32 : rows, i, n) + v->added;
 }
 
 /* Calls body(dtype, wide) with constants, so that each pair is compiled separately. wide: weight
  * and bias are float32. */
-#define ROW_DTYPES(dtype, wide, body)                           \
-    switch (dtype) {                                            \
-    case GK_F32: body(GK_F32, true); break;                     \
-    case GK_BF16:                                               \
-        if (wide) {                                             \
-            body(GK_BF16, true);                                \
-        } else {                                                \
-            body(GK_BF16, false);                               \
-        }                                                       \
-        break;                                                  \
-    case GK_F16:                                                \
-        if (wide) {                                             \
-            body(GK_F16, true);                                 \
-        } else {                                                \
-            body(GK_F16, false);                                \
-        }                                                       \
-        break;                                                  \
-    default: break; /* has no kernel here: the tables say so */ \
+#define ROW_DTYPES(dtype, wide, body)                             \
+    switch (dtype) {                                              \
+    case GK_F32: body(GK_F32, true); break;                       \
+    case GK_BF16:                                                 \
+        if (wide) {                                               \
+            body(GK_BF16, true);                                  \
+        } else {                                                  \
+            body(GK_BF16, false);                                 \
+        }                                                         \
+        break;                                                    \
+    case GK_F16:                                                  \
+        if (wide) {                                               \
+            body(GK_F16, true);                                   \
+        } else {                                                  \
+            body(GK_F16, false);                                  \
+        }                                                         \
+        break;                                                    \
+    default: break; /* tables.c has no kernel of another dtype */ \
     }
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped.cuh: grouped_gemm on Hopper as a policy of shell.cuh. A Kind supplies the products
- * (`take`): grouped_gemm_sm90a.cu for 16 bits, grouped_gemm_fp8_sm90a.cu for e4m3. Gale et al.
- * 2022, arXiv:2211.15841.
+ * (`take`): grouped_gemm_sm90a.cu for 16 bits, grouped_gemm_fp8_sm90a.cu for e4m3,
+ * grouped_gemm_int8_sm90a.cu for int8. Gale et al. 2022, arXiv:2211.15841.
  *
  * Grid: clusters of one block, or of two blocks whose tiles lie side by side. The two share rows
  * of a: each copies half of them to both. A cluster takes every p.clusters-th task of
@@ -232,6 +232,35 @@ template <class K> __device__ __forceinline__ smem_addr staging(smem_addr ring_s
     return ring_s + K::STAGING + thread / 32 * K::Panel::bytes;
 }
 
+/* ---- scales of 8-bit operands that do not change along k ------------------------------------- */
+/* Reads the scales of a tile's columns into shared memory. All consumer threads call it. */
+template <class K>
+__device__ __forceinline__ void read_column_scales(const GroupedParams &p, const Work<K> &x,
+                                                   int col0, float *scales) {
+    const int i = (int)threadIdx.x;
+    if (i < K::BN) {
+        gk_scales sb = p.sb;
+        sb.data = (const float *)sb.data + min(x.task.group, p.groups.count - 1) * p.scale_group;
+        scales[i] = scale_of(sb, 0, min(col0 + i, p.n - 1));
+    }
+    bar_sync(1, 256);
+}
+
+/* Multiplies a thread's sums of 16 x 128 by the scales of its two rows and of its columns. scales:
+ * from the thread's first column on. */
+__device__ __forceinline__ void scale_sums(float (&sum)[64], const float (&sa)[2],
+                                           const float *scales) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        const float2 sb = *(const float2 *)(scales + 8 * j);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            sum[4 * j + 2 * h] = times_scales(sum[4 * j + 2 * h], sa[h], sb.x);
+            sum[4 * j + 2 * h + 1] = times_scales(sum[4 * j + 2 * h + 1], sa[h], sb.y);
+        }
+    }
+}
+
 /* The policy of shell.cuh. K: a Kind, which has `prepare` and `take`. */
 template <class K> struct Grouped : OneResult {
     typedef GroupedParams Params;
@@ -356,6 +385,13 @@ inline bool grouped_fits(const gk_grouped_gemm_args *g, bool by_k, bool along_n,
     plan->tile[1] = GROUPED_BN;
     plan->tasks = across * down;
     return true;
+}
+
+/* Fills in the scales of 8-bit operands. */
+inline void set_scales(const gk_grouped_gemm_args *g, GroupedParams &p) {
+    p.sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
+    p.sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[2], true);
+    p.scale_group = g->scale_b->ndim == 3 ? g->scale_b->stride[0] : 0;
 }
 
 /* Fills in all of p but the scales, and launches. */

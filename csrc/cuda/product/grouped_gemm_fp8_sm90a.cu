@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm_fp8_sm90a: grouped_gemm of e4m3 on Hopper, for groups of rows, with sums in two
- * levels (grouped.cuh; scaled_wide.cuh sums the same way).
+ * levels (grouped.cuh; scaled_wide.cuh sums the same way). The fast mode has one level
+ * (grouped_one_sum.cuh).
  *
  *   out[rows of g] = activation(sum over blocks of k of scale_a scale_b (a[rows of g] b[g]) + bias)
  *
@@ -13,8 +14,7 @@
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Refuses: e5m2, groups of k; along k, scales
  * of single columns, for 32 of k, or powers of two in a byte (grouped_gemm_plain). */
 #include "../../core/invariant.h"
-#include "../ptx/wgmma_8bit.cuh"
-#include "grouped.cuh"
+#include "grouped_one_sum.cuh"
 
 namespace {
 
@@ -24,15 +24,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     /* Reads the scales of a tile's columns, if they do not change along k. */
     static __device__ __forceinline__ void prepare(const GroupedParams &p, const Work<Kind> &x,
                                                    int col0, float *scales) {
-        if (BLOCKS) return;
-        const int i = (int)threadIdx.x;
-        if (i < BN) {
-            gk_scales sb = p.sb;
-            sb.data =
-                (const float *)sb.data + min(x.task.group, p.groups.count - 1) * p.scale_group;
-            scales[i] = scale_of(sb, 0, min(col0 + i, p.n - 1));
-        }
-        bar_sync(1, 256);
+        if (!BLOCKS) read_column_scales(p, x, col0, scales);
     }
 
     template <int COUNT>
@@ -128,15 +120,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 sa[h] = scale_of(p.sa, min(rows.a + lane / 4 + 8 * h, p.m - 1), 0);
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                const float2 sb = *(const float2 *)(scales + 8 * j + 2 * (lane % 4));
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    sum[4 * j + 2 * h] = times_scales(sum[4 * j + 2 * h], sa[h], sb.x);
-                    sum[4 * j + 2 * h + 1] = times_scales(sum[4 * j + 2 * h + 1], sa[h], sb.y);
-                }
-            }
+            scale_sums(sum, sa, scales + 2 * (lane % 4));
         }
         if (p.f.out_dtype == GK_F16)
             store_sums<__half, Panel>(p, sum, x.task.group, rows.out, rows.count, col0, panel_s);
@@ -157,7 +141,8 @@ bool few_elements(const gk_tensor &t) {
 }
 
 enum {
-    KEY_BLOCKS /* scales by block */
+    KEY_BLOCKS, /* scales by block */
+    KEY_FAST    /* one sum over all of k, for fast calls alone */
 };
 
 bool plan_fp8(const gk_cuda_instance *instance, const gk_context *, const void *args,
@@ -167,6 +152,7 @@ bool plan_fp8(const gk_cuda_instance *instance, const gk_context *, const void *
     const gk_scales sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
     const gk_scales sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[g->b.ndim - 1], true);
     const bool blocks = sa.col_log2 <= 7 || sb.row_log2 <= 7;
+    if (instance->key[KEY_FAST] && g->accumulate != GK_FAST) return false;
     if (sa.dtype != GK_F32 || sb.dtype != GK_F32 || blocks != (bool)instance->key[KEY_BLOCKS])
         return false;
     if (blocks && (sa.col_log2 < 7 || sb.row_log2 < 7 || sb.col_log2 < 7)) return false;
@@ -179,16 +165,20 @@ template <class K>
 gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     GroupedParams p = {};
-    p.sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
-    p.sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[2], true);
+    set_scales(g, p);
     p.apart = gk_batch_invariant();
     p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0;
     p.step_b = p.sb.row_log2 == 7 ? p.sb.row : 0;
-    p.scale_group = g->scale_b->ndim == 3 ? g->scale_b->stride[0] : 0;
     return run_grouped<K>(ctx, g, plan, p);
 }
 
 const gk_cuda_instance instances[] = {
+    {"grouped_gemm_fp8_sm90a_e4m3_fast_256x128",
+     GK_E4M3,
+     plan_fp8,
+     run_fp8<OneSum<e4m3, float>>,
+     {0, 1},
+     NULL},
     {"grouped_gemm_fp8_sm90a_e4m3_256x128", GK_E4M3, plan_fp8, run_fp8<Kind<false>>, {0}, NULL},
     {"grouped_gemm_fp8_sm90a_e4m3_block_256x128",
      GK_E4M3,

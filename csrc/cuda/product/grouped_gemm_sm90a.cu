@@ -9,7 +9,7 @@
  * groups may end at any k.
  *
  * Refuses: K = 0, other layouts, rows that TMA cannot read, more than 1024 groups, float32
- * (grouped_gemm_plain), 8 bits (grouped_gemm_fp8_sm90a). */
+ * (grouped_gemm_plain), 8 bits (grouped_gemm_fp8_sm90a, grouped_gemm_int8_sm90a). */
 #include "grouped.cuh"
 
 namespace {

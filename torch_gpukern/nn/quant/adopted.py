@@ -112,11 +112,11 @@ def _layer_of(module: Any) -> QuantizedLinear | None:
 
 
 def _become(done: Adopted, module: Any, layer: QuantizedLinear) -> None:
-    held = dict(vars(module))
+    state = dict(vars(module))
     for kind in ("_parameters", "_buffers"):
-        held[kind] = dict(held[kind])
-    held["_non_persistent_buffers_set"] = set(held["_non_persistent_buffers_set"])
-    done._before.append((module, type(module), held))
+        state[kind] = dict(state[kind])
+    state["_non_persistent_buffers_set"] = set(state["_non_persistent_buffers_set"])
+    done._before.append((module, type(module), state))
     bias = module._parameters.get("bias")
     some = bias if bias is not None else layer._tensors()["weight_scale"]
     like = some.dtype if some.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16

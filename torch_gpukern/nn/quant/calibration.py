@@ -40,7 +40,7 @@ def calibrate(
         batches: the model is called as ``model(*batch)`` if batch is a tuple or list, as
             ``model(**batch)`` if it is a mapping, and as ``model(batch)`` otherwise.
         modules: the layers to observe, by name; None: every nn.Linear.
-        show: show the progress on stderr, by a bar, or without tqdm by a line for each batch.
+        show: whether to show the progress on stderr.
 
     Returns:
         A dictionary by name. Layers that were never called are missing.

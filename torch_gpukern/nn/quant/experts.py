@@ -5,7 +5,8 @@ transformers.
 The weights of all experts, [E, N, K], are packed as one weight [E N', K]. N' is N rounded up to the
 rows that share a tile or a block of scales, so the tensors of one expert are a slice.
 
-    fp8, fp8-block      activations are quantised, one grouped_gemm of codes multiplies all experts
+    fp8, fp8-block, int8
+                        activations are quantised, one grouped_gemm of codes multiplies all experts
     w4, w8, w4-zero, mxfp4, nvfp4
                         one weight_gemm with offs multiplies all experts
 
@@ -41,7 +42,7 @@ from .schemes import DIMS, GROUPED, SCHEMES, Tensors, beside, ceil_div, half_of,
 
 __all__ = ["SERVED", "PackedExperts", "QuantizedExperts", "become_experts", "why_not"]
 
-CODES = ("fp8", "fp8-block")
+CODES = ("fp8", "fp8-block", "int8")
 # the packed recipes, and how an element is decoded from its code
 PACKED = {"w4": "int4", "w8": "int8", "w4-zero": "uint4", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 SERVED = (*CODES, *PACKED)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Files of quantised weights: `quantize_directory` makes them of a model's safetensors.
+"""Writes files of quantised weights: `quantize_directory` makes them from a model's safetensors.
 `load_quantized` (loading.py) reads them.
 
-A file's metadata has an entry "gpukern": the version of how codes lie, the recipe, and the layers
-that have it. Each layer's tensors are named as in a QuantizedLinear's state_dict.
+A file's metadata has an entry "gpukern": the version of the format of codes, the recipe, and the
+layers that have it. Each layer's tensors are named as in a QuantizedLinear's state_dict.
 """
 
 import json
@@ -40,7 +40,8 @@ from .schemes import IMPORTED, SCHEMES
 __all__ = ["SKIP", "quantize_directory"]
 
 INDEX = "model.safetensors.index.json"
-# names of matrices that are no Linear's weight, or whose rounding costs more than it gives
+# names of matrices that are not the weight of an nn.Linear, or whose rounding costs more accuracy than
+# it saves memory
 SKIP = ("*embed*", "*wte*", "*wpe*", "lm_head", "*norm*", "*router*", "gate", "shared_expert_gate")
 
 
@@ -66,20 +67,21 @@ def quantize_directory(
         recipe: as in `quantize`, without calibration or training. None for a directory that another
             tool quantised in a form that `load_quantized` reads: its codes are kept, and written in
             our form.
-        skip: patterns of names ("model.layers.0.self_attn.q_proj", without ".weight") or last parts
-            that stay; by default embeddings, heads (classifiers, too, where transformers knows the
-            model), norms and routers. What is no 2-dimensional floating ".weight" stays, too, and
-            where transformers knows the model what is no nn.Linear of it (GPT-2's Conv1D). Experts
-            that transformers knows are quantised by the recipes that `quantize` has for them.
+        skip: patterns of the layers that stay. A pattern matches a whole name
+            ("model.layers.0.self_attn.q_proj", without ".weight") or its last part. By default
+            embeddings, heads, norms and routers stay. If transformers knows the model, heads are
+            classifiers, too, and layers that are not an nn.Linear (GPT-2's Conv1D) stay. Only
+            2-dimensional floating-point tensors named ".weight" are quantised, and the experts that
+            `quantize` knows.
         device: where weights are rounded.
-        show: a progress bar on stderr.
-        say: is called with a line at the end.
+        show: whether to show a progress bar on stderr.
+        say: called with a line at the end; None prints nothing.
         layout: ``"gpukern"``, which `load_quantized` reads, or ``"compressed-tensors"``, which
-            transformers loads where compressed-tensors is installed: recipes fp8,
-            fp8-block, int8, w8, w4 and nvfp4. Scales have the weight's dtype there.
+            transformers loads if compressed-tensors is installed. The latter has the recipes fp8,
+            fp8-block, int8, w8, w4 and nvfp4, and scales of the weight's dtype.
 
     Returns:
-        The names of the layers that have few bits now.
+        The names of the quantised layers.
 
     Raises:
         ValueError: no such recipe or layout, or a recipe that the layout lacks; no safetensors; no
@@ -89,66 +91,44 @@ def quantize_directory(
         ImportError: safetensors is not installed.
     """
     source, target = Path(source), Path(target)
-    files = sorted(source.glob("*.safetensors"))
-    offered = [r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static]
     method = foreign_method(source)
-    if method is not None and recipe is not None:
-        raise ValueError(
-            f"quantize: {source} is quantised already (quant_method {method}), its codes are kept: "
-            f"expected no recipe, got {recipe}"
-        )
-    if method is None and recipe not in offered:
-        why = "needs calibration or training" if recipe in RECIPES else "is none"
-        raise ValueError(f"quantize: recipe {recipe} {why}; expected one of {', '.join(offered)}")
-    if recipe is not None:
-        _check_layout(layout, recipe)
-    if not files:
-        raise ValueError(f"quantize: {source} has no *.safetensors")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"quantize: {target} exists and is not an empty directory")
-    config_in("quantize", source)
-    held = [(file, _header(file)) for file in files]
+    headers = _checked_headers(source, target, method, recipe, layout)
     if recipe is None:
         return _converted(source, target, str(method), layout, say)
-    known = _linear_layers(source, [name for _, (names, _) in held for name in names])
+    names = [name for tensors, _ in headers.values() for name in tensors]
+    known = _linear_layers(source, names)
     if known.model is not None:
         return _whole(known.model, source, target, recipe, skip, device, say, layout)
-    linear = known.linear
-    stays = _Stays([*skip, *known.heads] if tuple(skip) == SKIP else skip, linear)
-    experts = known.experts if layout == "gpukern" and recipe in SERVED else {}
-    experts = {n: e for n, e in experts.items() if not is_skipped(n.rpartition(".")[0], None, skip)}
-    if not experts and all(
-        stays(n.removesuffix(".weight"), None)
-        for _, (names, _) in held
-        for n in names
-        if n.endswith(".weight")
-    ):
+    stays = _Stays([*skip, *known.heads] if tuple(skip) == SKIP else skip, known.linear)
+    experts = {}
+    if layout == "gpukern" and recipe in SERVED:
+        for name, transposed in known.experts.items():
+            if not is_skipped(name.rpartition(".")[0], None, skip):
+                experts[name] = transposed
+    matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    if not experts and all(stays(name, None) for name in matrices):
         raise ValueError(
             f"quantize: no tensor of {source} is the weight of an nn.Linear that is not skipped"
         )
     target.mkdir(parents=True, exist_ok=True)
-    names = [(file, name) for file, (names, _) in held for name in names]
-    steps, changed, where, sizes = (
-        iter(progress(names, "quantizing", "tensor") if show else names),
-        [],
-        {},
-        [0, 0],
-    )
-    for file, (_, metadata) in held:
+    steps = iter(progress(names, "quantizing", "tensor") if show else names)
+    changed: list[str] = []  # quantised layers
+    sizes = [0, 0]  # bytes of all tensors before and after
+    file_of: dict[str, str] = {}
+    for file, (_, metadata) in headers.items():
         made = _file(file, recipe, stays, device, steps, changed, sizes, layout, experts)
         ours = _metadata(recipe, made) if layout == "gpukern" else {}
         safetensors_module().torch.save_file(made, target / file.name, {**metadata, **ours})
-        where |= dict.fromkeys(made, file.name)
-    for _ in steps:  # the bar's end
+        file_of |= dict.fromkeys(made, file.name)
+    for _ in steps:  # ends the progress bar
         pass
     if (source / INDEX).exists():
-        _index(target, where, sizes[1])
+        _index(target, file_of, sizes[1])
     _copy_texts(source, target)
     if layout == "gpukern":
         _mark(target / CONFIG, recipe)
     else:
-        matrices = {name.removesuffix(".weight") for _, name in names if name.endswith(".weight")}
-        kept = (matrices | (linear or set()) | {"lm_head"}) - set(changed)
+        kept = (set(matrices) | (known.linear or set()) | {"lm_head"}) - set(changed)
         _describe(target / CONFIG, compressed_tensors.config_of(recipe, sorted(kept)))
     if say is not None:
         say(
@@ -158,14 +138,40 @@ def quantize_directory(
     return changed
 
 
+def _checked_headers(
+    source: Path, target: Path, method: str | None, recipe: str | None, layout: str
+) -> dict[Path, tuple[list[str], dict[str, str]]]:
+    """Checks the arguments of `quantize_directory`. Returns (names of tensors, metadata) of each file
+    of the source."""
+    files = sorted(source.glob("*.safetensors"))
+    offered = [r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static]
+    if method is not None and recipe is not None:
+        raise ValueError(
+            f"quantize: {source} is quantised already (quant_method {method}), its codes are kept: "
+            f"expected no recipe, got {recipe}"
+        )
+    if method is None and recipe not in offered:
+        why = "needs calibration or training" if recipe in RECIPES else "does not exist"
+        raise ValueError(f"quantize: recipe {recipe} {why}; expected one of {', '.join(offered)}")
+    if recipe is not None:
+        _check_layout(layout, recipe)
+    if not files:
+        raise ValueError(f"quantize: {source} has no *.safetensors")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"quantize: {target} exists and is not an empty directory")
+    config_in("quantize", source)
+    return {file: _header(file) for file in files}
+
+
 def _metadata(recipe: str, made: dict[str, Tensor]) -> dict[str, str]:
     """The entry of a file's metadata that names its quantised layers."""
     layers = [name.rpartition(".")[0] for name in made if name.endswith("._extra_state")]
     return {"gpukern": json.dumps({FORMAT: VERSION, "recipe": recipe, "layers": layers})}
 
 
-def _index(target: Path, where: dict[str, str], size: int) -> None:
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+def _index(target: Path, file_of: dict[str, str], size: int) -> None:
+    """Writes the index of several files: the file of each tensor."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
     (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -183,11 +189,12 @@ def _copy_texts(source: Path, target: Path) -> None:
 def _converted(
     source: Path, target: Path, method: str, layout: str, say: Callable[[str], object] | None
 ) -> list[str]:
-    """Writes what another tool quantised in our form."""
+    """`quantize_directory` of a directory that another tool quantised: writes the same codes in our
+    form."""
     if layout != "gpukern":
         raise ValueError(
-            f"quantize: {source} has quant_method {method}; its codes are written in "
-            f"layout gpukern alone, got {layout}"
+            f"quantize: {source} has quant_method {method}; its codes can only be written in "
+            f"layout gpukern, got {layout}"
         )
     layers, tensors = translated(source, _on_meta_of(source))
     target.mkdir(parents=True, exist_ok=True)
@@ -243,16 +250,16 @@ def _whole(
 
 
 def _parts(state: dict[str, Tensor], most: int = 5 << 30) -> Iterator[dict[str, Tensor]]:
-    """A state in parts of at most `most` bytes, on the CPU. A layer is in one part, and a tensor
-    that has several names is in it once."""
+    """Cuts a state into parts of about `most` bytes, on the CPU. All tensors of a layer are in the same
+    part. A tensor with several names is in the parts once."""
     part: dict[str, Tensor] = {}
     seen: set[tuple] = set()
     size, last = 0, None
     for name, t in state.items():
-        at = (t.data_ptr(), t.shape, t.dtype, t.stride())
-        if t.numel() and at in seen:
+        identity = (t.data_ptr(), t.shape, t.dtype, t.stride())
+        if t.numel() and identity in seen:
             continue
-        seen.add(at)
+        seen.add(identity)
         layer = name.rpartition(".")[0]
         if size > most and layer != last:
             yield part
@@ -263,19 +270,20 @@ def _parts(state: dict[str, Tensor], most: int = 5 << 30) -> Iterator[dict[str, 
 
 
 def write_parts(target: Path, recipe: str | None, parts: Iterator[dict[str, Tensor]]) -> int:
-    """Writes files of weights, and their index if there are several. Returns their size. With
-    recipe None the layers alone say that they are quantised, and by which recipes."""
+    """Writes files of weights, and their index if there are several. Returns their size. If recipe is
+    None, files have no metadata of ours: the tensors of each layer name its recipe."""
     made = list(parts)
-    total, where = 0, {}
+    total = 0
+    file_of: dict[str, str] = {}
     for i, part in enumerate(made):
         single = "model.safetensors"
         file = single if len(made) == 1 else f"model-{i + 1:05}-of-{len(made):05}.safetensors"
         metadata = {} if recipe is None else _metadata(recipe, part)
         safetensors_module().torch.save_file(part, target / file, {"format": "pt", **metadata})
-        where |= dict.fromkeys(part, file)
+        file_of |= dict.fromkeys(part, file)
         total += sum(t.numel() * t.element_size() for t in part.values())
     if len(made) > 1:
-        _index(target, where, total)
+        _index(target, file_of, total)
     return total
 
 
@@ -297,8 +305,8 @@ def _describe(config: Path, quantization: dict[str, Any]) -> None:
 
 
 def heads_of(model: Any) -> set[torch.nn.Module | None]:
-    """The modules of a transformers model outside of its body (classifiers, which LoRA trains as
-    they are), and the heads of models within the model."""
+    """The heads of a transformers model: all modules outside of its base model, such as classifiers,
+    and the output embeddings of models inside of it."""
     body = set(model.base_model.modules())
     heads: set[torch.nn.Module | None] = {m for m in model.modules() if m not in body}
     return heads | {
@@ -307,8 +315,9 @@ def heads_of(model: Any) -> set[torch.nn.Module | None]:
 
 
 def stays_in(model: Any) -> Callable[[str, Any], bool]:
-    """The skip function for a model of transformers: embeddings, norms and routers by their names,
-    heads of every name, and the expansion of latents, by whose parts attention multiplies."""
+    """The skip function for a transformers model. Embeddings, norms and routers stay by their names,
+    and heads whatever their name. kv_b_proj of latent attention stays, because attention multiplies by
+    parts of its weight."""
     stay = {*heads_of(model), *(m.kv_b_proj for m in model.modules() if is_latent(m))}
     return lambda name, module: is_skipped(name, module, SKIP) or module in stay
 
@@ -329,24 +338,24 @@ def _on_meta_of(source: Path) -> Any:
         kind = next((getattr(transformers, n, None) for n in about.architectures or ()), None)
         with torch.device("meta"):
             return kind._from_config(about) if kind else transformers.AutoModel.from_config(about)
-    except Exception:  # a model of its own code, or of another transformers: names alone decide
+    except Exception:  # a model with code of its own, or of another transformers
         return None
 
 
 class _Known(NamedTuple):
-    """What transformers knows of a directory's tensors. linear: the names of the nn.Linear modules,
-    None if it does not know the model. heads: those of them that are heads. experts: the names of
-    experts' weights, and whether they are stored transposed. model: the class of a model whose
-    tensors have other names or shapes in the files."""
+    """What transformers knows of a directory's tensors."""
 
+    # the names of the nn.Linear modules; None if transformers does not know the model
     linear: set[str] | None = None
-    heads: tuple[str, ...] = ()
-    experts: dict[str, bool] = {}
-    model: Any = None
+    heads: tuple[str, ...] = ()  # those of them that are heads
+    experts: dict[
+        str, bool
+    ] = {}  # names of experts' weights, and whether they are stored transposed
+    model: Any = None  # the class of a model whose tensors have other names or shapes in the files
 
 
 def _linear_layers(source: Path, names: list[str]) -> _Known:
-    """By the model that transformers builds from the configuration."""
+    """Asks the model that transformers builds from the configuration."""
     model = _on_meta_of(source)
     if model is None:
         return _Known()
@@ -364,7 +373,8 @@ def _linear_layers(source: Path, names: list[str]) -> _Known:
 
 
 class _Stays(NamedTuple):
-    """A skip function: true for names that match a pattern and for layers that are no nn.Linear."""
+    """A skip function. True for names that match a pattern, and for layers that are not an nn.Linear
+    (`linear` has the names of those, or is None if they are unknown)."""
 
     skip: Sequence[str]
     linear: set[str] | None
@@ -381,11 +391,12 @@ def _mark(config: Path, recipe: str) -> None:
 
 
 def _header(file: Path) -> tuple[list[str], dict[str, str]]:
-    with opened_file("quantize", file) as held:
-        metadata = held.metadata() or {}
-        if "gpukern" in metadata or recipes_of(held):
+    """(names of tensors, metadata) of a file that is not quantised."""
+    with opened_file("quantize", file) as tensors:
+        metadata = tensors.metadata() or {}
+        if "gpukern" in metadata or recipes_of(tensors):
             raise ValueError(f"quantize: {file} has been quantised already")
-        return list(held.keys()), metadata
+        return list(tensors.keys()), metadata
 
 
 def _file(
@@ -399,13 +410,14 @@ def _file(
     layout: str,
     experts: dict[str, bool],
 ) -> dict:
-    """The tensors of one file as they are written."""
+    """The tensors of one file in the form in which they are written. Advances `steps` by the tensors,
+    and adds the quantised layers to `changed` and the bytes before and after to `sizes`."""
     scheme, made, theirs = SCHEMES[recipe], {}, layout != "gpukern"
     multiple = compressed_tensors.multiple_of(recipe) if theirs else scheme.multiple
-    with opened_file("quantize", file) as held, torch.no_grad():
-        for name in held.keys():
+    with opened_file("quantize", file) as tensors, torch.no_grad():
+        for name in tensors.keys():
             next(steps)
-            t = held.get_tensor(name)
+            t = tensors.get_tensor(name)
             sizes[0] += t.numel() * t.element_size()
             layer, _, last = name.rpartition(".")
             matrix = (
@@ -437,17 +449,15 @@ def _file(
 
 
 def add_arguments(commands: Any) -> None:
-    p = commands.add_parser(
-        "quantize", help="write a model's safetensors again, its matrices in few bits"
-    )
+    p = commands.add_parser("quantize", help="write a quantised copy of a model's directory")
     p.set_defaults(run=_run)
     p.add_argument("model", type=Path, metavar="MODEL_DIR", help="a directory with *.safetensors")
     p.add_argument("--out", type=Path, help="default: MODEL_DIR-RECIPE beside it")
     p.add_argument(
         "--recipe",
         choices=["auto", *(r for r in SCHEMES if r not in IMPORTED and not SCHEMES[r].static)],
-        help="default: w4, or for a directory that another tool quantised the form that it has; "
-        "auto: the one that decodes --requests fastest on --for, as docs/quantise.md measured",
+        help="default: w4; leave it out for a directory that another tool quantised. auto: the "
+        "recipe that decodes --requests fastest on --for, by the measurements of docs/quantise.md",
     )
     p.add_argument("--requests", type=int, default=1, help="requests that decode at once, for auto")
     p.add_argument(
@@ -467,7 +477,7 @@ def add_arguments(commands: Any) -> None:
         "--layout",
         choices=["gpukern", "compressed-tensors"],
         default="gpukern",
-        help="compressed-tensors: what transformers loads",
+        help="gpukern: for load_quantized; compressed-tensors: for transformers",
     )
 
 

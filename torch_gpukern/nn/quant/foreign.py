@@ -108,8 +108,8 @@ def translated(
         )
     modules = {} if model is None else dict(model.named_modules())
     with ExitStack() as stack, torch.no_grad():
-        held = [stack.enter_context(opened(file)) for file in files]
-        where = {name: one for one in held for name in one.keys()}
+        open_files = [stack.enter_context(opened(file)) for file in files]
+        where = {name: one for one in open_files for name in one.keys()}
 
         def get(name: str) -> Tensor:
             return where[name].get_tensor(name)
@@ -121,12 +121,12 @@ def translated(
         return _joined_experts(_layers(where, get, method, about), modules)
 
 
-def fitted(held: Translated, modules: dict[str, Any]) -> Translated:
+def fitted(contents: Translated, modules: dict[str, Any]) -> Translated:
     """The tensors under the names of the model's modules: Mixtral's experts and router are renamed,
     and experts in 16 bits that the files hold one by one are stacked."""
-    layers = {_renamed(n, modules): recipe for n, recipe in held.layers.items()}
+    layers = {_renamed(n, modules): recipe for n, recipe in contents.layers.items()}
     made, experts = {}, {}
-    for name, t in held.tensors.items():
+    for name, t in contents.tensors.items():
         owner, _, last = name.rpartition(".")
         name = f"{_renamed(owner, modules)}.{last}" if owner else last
         match = EXPERT.match(name.removesuffix(".weight"))

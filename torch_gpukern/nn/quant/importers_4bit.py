@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers of 4-bit weights of compressed-tensors (pack-quantized, nvfp4-pack-quantized), gpt-oss
-(MXFP4) and bitsandbytes (NF4, FP4).
+"""Makes layers of the 4-bit weights of other tools: compressed-tensors (pack-quantized, which may have
+8 bits, too, and nvfp4-pack-quantized), gpt-oss (MXFP4) and bitsandbytes (NF4, FP4).
 
-Codes of the first three are packed again and never rounded again. The codes of bitsandbytes are
-places in a table of 16 numbers, which no kernel reads: they become a 16-bit weight, or are rounded
-again by a recipe that the caller names.
+Codes of compressed-tensors and gpt-oss are packed in our order and not rounded again. A code of
+bitsandbytes is an index into a table of 16 numbers, which no kernel of ours reads. Such a weight is
+decoded to 16 bits, or rounded again by a recipe that the caller names.
 """
 
 import math
@@ -57,7 +57,8 @@ def from_pack_quantized(
     groups = _count(who, "weight_scale", weight_scale.mT)
     _check(who, "weight_scale", weight_scale, None, (n, groups))
     _groups(who, k, groups)
-    codes, order = _fields(weight_packed, bits).flatten(1)[:, :k], None
+    codes = _fields(weight_packed, bits).flatten(1)[:, :k]
+    order = None  # columns sorted by their groups
     if weight_g_idx is not None and not bool((weight_g_idx < 0).any()):
         _check(who, "weight_g_idx", weight_g_idx, None, (k,))
         order = torch.sort(weight_g_idx, stable=True).indices

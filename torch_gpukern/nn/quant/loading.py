@@ -41,12 +41,12 @@ def opened_file(who: str, file: Path) -> Iterator[Any]:
     """An open file of safetensors. ValueError names a file that is none, or only a part of one."""
     safetensors = safetensors_module()
     try:
-        held = safetensors.safe_open(file, "pt")
+        handle = safetensors.safe_open(file, "pt")
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
             f"{who}: {file} is no whole file of safetensors ({error}); copy it again"
         ) from error
-    with held as opened:
+    with handle as opened:
         yield opened
 
 
@@ -66,10 +66,10 @@ def config_in(who: str, directory: Path) -> dict[str, Any]:
 
 def _layers_of(file: Path) -> dict[str, str]:
     """The quantised layers of a file, and their recipes."""
-    with opened_file("load_quantized", file) as held:
-        text = (held.metadata() or {}).get("gpukern")
+    with opened_file("load_quantized", file) as tensors:
+        text = (tensors.metadata() or {}).get("gpukern")
         if text is None:
-            return recipes_of(held)
+            return recipes_of(tensors)
     try:
         about = json.loads(text)
     except ValueError:
@@ -94,14 +94,14 @@ def _layers_of(file: Path) -> dict[str, str]:
     return dict.fromkeys(names, recipe)
 
 
-def recipes_of(held: Any) -> dict[str, str]:
+def recipes_of(tensors: Any) -> dict[str, str]:
     """The layers of an open file that say themselves that they are quantised, and their recipes.
     transformers' save_pretrained writes such files: it keeps no metadata of ours."""
     found = {}
-    for name in held.keys():
+    for name in tensors.keys():
         layer, _, last = name.rpartition(".")
         if last == "_extra_state":
-            magic, _, recipe = fields_of(held.get_tensor(name))
+            magic, _, recipe = fields_of(tensors.get_tensor(name))
             if magic == FORMAT and recipe in SCHEMES:
                 found[layer] = recipe
     return found
@@ -129,9 +129,9 @@ def foreign_contents(directory: str | Path, model: Any) -> "Contents":
     return _in_memory(translated(Path(directory), model))
 
 
-def _in_memory(held: foreign.Translated) -> "Contents":
-    there = {n: (list(t.shape), t.is_floating_point()) for n, t in held.tensors.items()}
-    return Contents(held.layers, there, lambda: iter([dict(held.tensors)]))
+def _in_memory(contents: foreign.Translated) -> "Contents":
+    there = {n: (list(t.shape), t.is_floating_point()) for n, t in contents.tensors.items()}
+    return Contents(contents.layers, there, lambda: iter([dict(contents.tensors)]))
 
 
 class Contents(NamedTuple):
@@ -193,21 +193,21 @@ def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
         ImportError: safetensors is not installed.
     """
     foreign = foreign_method(directory)
-    held = contents_of(directory) if foreign is None else foreign_contents(directory, model)
+    contents = contents_of(directory) if foreign is None else foreign_contents(directory, model)
     modules = dict(model.named_modules())
-    held = _fitted(held, modules)
-    layers = held.layers
+    contents = _fitted(contents, modules)
+    layers = contents.layers
     missing = [name for name in layers if not _can_hold(modules.get(name))]
     if missing:
         raise ValueError(f"load_quantized: the model has no nn.Linear {', '.join(sorted(missing))}")
-    _check_tensors(model, held, directory)
+    _check_tensors(model, contents, directory)
     before = [(module, module.__class__, dict(vars(module))) for module in modules.values()]
     kept = [
         (dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set))
         for m in modules.values()
     ]
     try:
-        _load(model, held, modules)
+        _load(model, contents, modules)
     except BaseException:
         for (module, kind, attributes), (parameters, buffers, others) in zip(
             before, kept, strict=True
@@ -224,24 +224,24 @@ def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
     return list(layers)
 
 
-def _fitted(held: Contents, modules: dict[str, Any]) -> Contents:
+def _fitted(contents: Contents, modules: dict[str, Any]) -> Contents:
     """The contents under the names of the model's modules. save_pretrained writes a mixture of
     experts under other names than its modules have."""
-    one_by_one = any(".experts.0." in name for name in held.there)
-    if not one_by_one and not any(".block_sparse_moe." in name for name in held.there):
-        return held
-    tensors = {name: t for part in held.parts() for name, t in part.items()}
-    return _in_memory(foreign.fitted(foreign.Translated(held.layers, tensors), modules))
+    one_by_one = any(".experts.0." in name for name in contents.there)
+    if not one_by_one and not any(".block_sparse_moe." in name for name in contents.there):
+        return contents
+    tensors = {name: t for part in contents.parts() for name, t in part.items()}
+    return _in_memory(foreign.fitted(foreign.Translated(contents.layers, tensors), modules))
 
 
 def _can_hold(module: Any) -> bool:
     return isinstance(module, torch.nn.Linear) or (module is not None and bool(names_in(module)))
 
 
-def _load(model: torch.nn.Module, held: Contents, modules: dict[str, Any]) -> None:
+def _load(model: torch.nn.Module, contents: Contents, modules: dict[str, Any]) -> None:
     """Fills the model. What is on meta takes the files' tensors as they are, on the CPU; tensors
     that were one stay one."""
-    for name, recipe in held.layers.items():
+    for name, recipe in contents.layers.items():
         module = modules[name]
         if not isinstance(module, torch.nn.Linear):
             become_experts(module, recipe, empty_module(module, recipe))
@@ -256,7 +256,7 @@ def _load(model: torch.nn.Module, held: Contents, modules: dict[str, Any]) -> No
         for name, t in module._parameters.items():
             if t is not None and t.is_meta:
                 shared.setdefault(id(t), []).append((module, name))
-    for given in held.parts():
+    for given in contents.parts():
         here = {n: t for n, t in given.items() if _on_meta(modules, n)}
         if here:
             model.load_state_dict(here, strict=False, assign=True)
@@ -267,7 +267,7 @@ def _load(model: torch.nn.Module, held: Contents, modules: dict[str, Any]) -> No
         )
         for module, name in places if made is not None else ():
             module._parameters[name] = made
-    for name in held.layers:
+    for name in contents.layers:
         module = modules[name]
         module.weight_like = torch.empty(
             0, dtype=module.weight_like.dtype, device=next(iter(module._tensors().values())).device
@@ -308,13 +308,13 @@ def _wanted(layer: str, module: Any, recipe: str) -> dict[str, tuple[list[int], 
 
 def _check_tensors(model: torch.nn.Module, contents: Contents, directory: Any) -> None:
     """ValueError, before anything is changed, where the files' tensors are not the model's."""
-    modules, held = dict(model.named_modules()), model.state_dict()
+    modules, state = dict(model.named_modules()), model.state_dict()
     layers, there = contents.layers, contents.there
     if any(m._load_state_dict_pre_hooks for m in modules.values()):
         return  # which may rename them
     wanted = {
         name: (list(t.shape), False, t.is_floating_point())
-        for name, t in held.items()
+        for name, t in state.items()
         if isinstance(t, Tensor)
     }
     for layer, recipe in layers.items():
@@ -357,6 +357,6 @@ def _check_tensors(model: torch.nn.Module, contents: Contents, directory: Any) -
     if lost:
         raise ValueError(
             f"load_quantized: {', '.join(lost)} are on meta and in no file: the model computes "
-            f"them when it is made; make it on the "
-            "CPU or a device, or with its parameters alone on meta"
+            f"them when it is made; make it on the CPU or a device, or with only its parameters "
+            "on meta"
         )

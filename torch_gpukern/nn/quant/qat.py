@@ -3,9 +3,9 @@
 
 Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. For a weight w with scale s,
 let v = w / s and r = round(clip(v)). Forward uses r s in place of w. Backward treats the rounding as
-the identity where v was not clipped. There w has the gradient g, and s has g (r - v). Where v was
-clipped, w has none, and s has g r. The gradient of s is divided by sqrt(weights per scale * largest
-code). The parameter is log2 of s, so that an optimizer's step is relative to s, however small s is.
+the identity if v was not clipped: w has the gradient g, and s has g (r - v). If v was clipped, w has
+no gradient, and s has g r. The gradient of s is divided by sqrt(weights per scale * largest code).
+The parameter is log2 of s, so that an optimizer's step is relative to s, however small s is.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def rounded(x: Tensor, way: Way) -> Tensor:
     return x.round() if way.integers else x.to(E4M3).to(x.dtype)
 
 
-def to_8_bits(x: Tensor) -> Tensor:
+def to_bfloat16_values(x: Tensor) -> Tensor:
     """float32 x rounded to 8 significant bits, as bfloat16 does. In integers, because Inductor
     leaves out a cast to bfloat16 and back."""
     bits = x.view(torch.int32)
@@ -60,9 +60,9 @@ def straight_through(x: Tensor, seen: Tensor) -> Tensor:
 
 
 class QatLinear(torch.nn.Linear):
-    """`torch.nn.Linear` whose product uses the weight and the activations as the quantised layer will
-    round them. A 16-bit product rounds the decoded values of int8 and fp8 to its dtype, which the
-    quantised layer does not.
+    """`torch.nn.Linear` that multiplies the weight and the activations as the quantised layer will
+    round them. One difference remains: a 16-bit product rounds the decoded values of int8 and fp8 to
+    its dtype, which the quantised layer does not.
 
     ``step`` [out_features, groups] is the scale. ``log_step``, its log2, is a parameter that is
     trained with the weight. ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8)
@@ -83,40 +83,39 @@ class QatLinear(torch.nn.Linear):
             lambda amax: [amax.clamp_min(2.0**-100) / way.high * r for r in ratios],
             lambda x: rounded(x, way),
         )
-        # A group of zeros shows no scale. It starts with the mean of the others', so that its
-        # weights can leave 0.
+        # A group of zeros determines no scale. It starts with the mean of the other groups' scales, so
+        # that training can move its weights away from 0.
         zero = scale <= 2.0**-100 / way.high
         known = ~zero & scale.isfinite()
-        some = torch.where(known, scale, 0.0).sum() / known.sum().clamp_min(1)
-        # a weight of zeros: nn.Linear's bound
-        some = torch.where(some > 0, some, max(1, self.in_features) ** -0.5 / way.high)
-        self.log_step = torch.nn.Parameter(torch.where(zero, some, scale).float().log2())
+        mean = torch.where(known, scale, 0.0).sum() / known.sum().clamp_min(1)
+        # If all groups are zeros, use the bound of nn.Linear's initial weights.
+        mean = torch.where(mean > 0, mean, max(1, self.in_features) ** -0.5 / way.high)
+        self.log_step = torch.nn.Parameter(torch.where(zero, mean, scale).float().log2())
 
     @property
     def step(self) -> Tensor:
-        """The scale as the finished layer will hold it: in 16 bits where its weight is packed. The
+        """The scale as the finished layer will have it: rounded to bfloat16 for w4 and w8. The
         gradient goes straight through that rounding."""
         step = torch.exp2(self.log_step.float())
         if WAYS[self.recipe].codes is not None:
             return step
-        return straight_through(step, to_8_bits(step.detach()))
+        return straight_through(step, to_bfloat16_values(step.detach()))
 
     def fake_weight(self) -> Tensor:
-        """The weight as it will be decoded, float32, through which gradients go."""
+        """The weight that the finished layer will decode, in float32, with gradients."""
         way, k = WAYS[self.recipe], self.in_features
         group = way.group or max(1, k)
-        # keeps the scale's steps as large as the weight's
-        share = (min(group, max(1, k)) * way.high) ** -0.5
+        # Without this factor the scale's gradient would be much larger than the weights'.
+        factor = (min(group, max(1, k)) * way.high) ** -0.5
         step, w = self.step, self.weight.float()
         with torch.no_grad():
             each = spread(step.detach(), group, k)
             v = w / each
             r = rounded(v, way)
             inside = (v >= way.low) & (v <= way.high)
-            slope = torch.where(inside, r - v, r) * share
-        # The forward value is r * each, what the finished layer decodes to. The other two terms are
-        # 0 and carry the gradients. A gradient through w / each would be 0 * inf, NaN, where a
-        # weight has left its scale far behind.
+            slope = torch.where(inside, r - v, r) * factor
+        # The result is r * each. The other two terms are 0 and carry the gradients. If w / each
+        # carried them, a weight that is infinitely large for its scale would have 0 * inf = NaN.
         w = torch.where(inside, w - w.detach(), 0.0)
         return r * each + w + slope * spread(step - step.detach(), group, k)
 
@@ -132,8 +131,8 @@ class QatLinear(torch.nn.Linear):
         elif x.dtype is torch.float32:
             # weight_gemm multiplies in 16 bits: the finished layer rounds float32 activations and
             # the decoded weight to bfloat16.
-            x = straight_through(x, to_8_bits(x.detach()))
-            weight = straight_through(weight, to_8_bits(weight.detach()))
+            x = straight_through(x, to_bfloat16_values(x.detach()))
+            weight = straight_through(weight, to_bfloat16_values(weight.detach()))
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return linear(x, weight, bias, activation=self.activation)
 

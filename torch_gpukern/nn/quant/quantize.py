@@ -89,8 +89,8 @@ class Quantized:
         _mark(self.model, self.recipe)
         if left:
             raise RuntimeError(
-                f"gpukern: what was changed since quantize cannot be restored, the rest is: "
-                f"{'; '.join(left)}"
+                f"gpukern: modules that were changed after quantize cannot be restored; all others "
+                f"are restored: {'; '.join(left)}"
             )
         self.replaced.clear()
 
@@ -162,15 +162,15 @@ def config_entry(recipe: str) -> dict[str, Any]:
 
 
 def _mark(model: torch.nn.Module, recipe: str) -> None:
-    """Puts `config_entry` into a transformers model's configuration, which save_pretrained writes,
-    while a layer is quantised."""
+    """Adds `config_entry` to a transformers model's configuration, which save_pretrained writes, or
+    removes it if no layer is quantised."""
     config = getattr(model, "config", None)
     if not hasattr(config, "to_diff_dict"):
         return
-    held = getattr(config, "quantization_config", None)
-    ours = isinstance(held, dict) and "gpukern" in held
+    entry = getattr(config, "quantization_config", None)
+    ours = isinstance(entry, dict) and "gpukern" in entry
     if any(isinstance(m, HoldsCodes) for m in model.modules()):
-        if held is None:
+        if entry is None:
             config.quantization_config = config_entry(recipe)
     elif ours:
         del config.quantization_config
@@ -200,7 +200,7 @@ def _become(module: Any, recipe: str, tensors: dict) -> None:
     # The object stays the same, so its hooks, its bias and references to it stay valid.
     k, n = module.in_features, module.out_features
     weight = module._parameters.pop("weight")
-    # casts and moves of the layer reach it
+    # An empty tensor with the weight's dtype and device, which .to() of the layer changes.
     module.weight_like = torch.empty(0, dtype=weight.dtype, device=weight.device)
     module.__class__ = QuantizedLinear
     module._hold(recipe, k, n, tensors)
@@ -241,18 +241,17 @@ def quantize(
         model: any module, or an nn.Linear or a mixture of experts itself.
         recipe: one of the above (`RECIPES`).
         skip: patterns (``"*.router"``) of whole names or last parts; or ``skip(name, module)``.
-        calibration: batches (see `calibrate`), for the static recipes; w4, mxfp4, nvfp4 and 2:4
-            choose by what they show which weights count.
-        say: is called with each line; None says nothing.
+        calibration: batches (see `calibrate`), needed by the static recipes. With them, w4, mxfp4,
+            nvfp4 and 2:4 weight the rounding error of each column by the activations that it meets.
+        say: called with each line; None prints nothing.
 
     Returns:
-        Quantized, whose ``restore()`` undoes all of it while it is held. Where quantize raises,
-        nothing is changed.
+        Quantized, whose ``restore()`` undoes all of it. If quantize raises, nothing is changed.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is not a torch.nn.Module.
         ValueError: no such recipe; a static one without calibration, or a layer that calibration
-            did not reach, or gave zeros alone; calibration that gave a layer an infinity or NaN.
+            did not reach, or gave only zeros; calibration that gave a layer an infinity or NaN.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gpukern quantize: model must be a torch.nn.Module, got {model!r}")
@@ -303,14 +302,14 @@ def _check_seen(recipe: str, static: bool, seen: dict[str, Observed]) -> None:
     zero = [name for name, one in seen.items() if static and one.square.numel() and one.amax == 0]
     for names, what in (
         (bad, "values that are infinite or NaN, or whose squares are"),
-        (zero, "zeros alone"),
+        (zero, "only zeros"),
     ):
         if names:
             raise ValueError(
                 f"gpukern quantize: recipe {recipe}: calibration gave "
                 f"{', '.join(name or 'the model' for name in names)} {what}; "
-                "expected finite activations, not all 0: mend the batches, or name the layers in "
-                "skip"
+                "expected finite activations, not all 0: correct the batches, or name the layers "
+                "in skip"
             )
 
 

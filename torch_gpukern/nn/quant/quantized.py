@@ -93,25 +93,25 @@ class HoldsCodes(torch.nn.Module):
 
     def _tensors(self) -> Tensors:
         """The recipe's tensors in the dtypes that its products read."""
-        held: Tensors = {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
+        tensors: Tensors = {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
         for name, dtype in self.code_dtypes.items():
-            held[name] = held[name].view(dtype)
-        return held
+            tensors[name] = tensors[name].view(dtype)
+        return tensors
 
     def _apply(self, fn: Callable, recurse: bool = True):
         """Codes and scales go where the module goes, in the dtypes that they have. One that cannot
         go leaves all as it was."""
         self._leave_joint()
-        held = {name: self._buffers[name] for name in self.names}
+        tensors = {name: self._buffers[name] for name in self.names}
         moved, like = {}, vars(self).get("weight_like")
-        for name, t in held.items():
+        for name, t in tensors.items():
             there = fn(t)
             moved[name] = there if there.dtype is t.dtype else t.to(there.device)
         self._buffers.update(dict.fromkeys(self.names))
         try:
             super()._apply(fn, recurse)
         except BaseException:
-            self._buffers.update(held)
+            self._buffers.update(tensors)
             raise
         self._buffers.update(moved)
         if like is not None:
@@ -161,7 +161,7 @@ class QuantizedLinear(HoldsCodes):
     x is [..., K] float32, bfloat16 or float16, and the result has its dtype. If the recipe leaves
     activations in 16 bits, a float32 x is rounded to bfloat16 first. The gradient of x is that of a
     product with the decoded weight, as if nothing had been rounded. The weight has no gradient.
-    ``.to(dtype)`` casts the bias alone. The state_dict has the tensors by name, a magic word and
+    ``.to(dtype)`` casts only the bias. The state_dict has the tensors by name, a magic word and
     the version of their layout. Tensors of another version or recipe are refused by name.
 
     ``weight`` decodes the weight whenever it is read, in the dtype that the module's weight had. It
@@ -287,12 +287,12 @@ class QuantizedLinear(HoldsCodes):
                 torch.empty_like(order, device=next(iter(self._tensors().values())).device)
             )
         for name in ("weight_scale", "weight_zero", "weight_shift"):
-            held, given = self._buffers.get(name), state_dict.get(prefix + name)
-            if held is None or given is None or self.scheme not in GROUPED:
+            own, given = self._buffers.get(name), state_dict.get(prefix + name)
+            if own is None or given is None or self.scheme not in GROUPED:
                 continue
-            alike = held.dtype is given.dtype or (held.dtype in _FLOATS and given.dtype in _FLOATS)
+            alike = own.dtype is given.dtype or (own.dtype in _FLOATS and given.dtype in _FLOATS)
             if alike and given.dim() == 2 and given.shape[1] == self.out_features:
-                self._buffers[name] = torch.empty_like(given, device=held.device)
+                self._buffers[name] = torch.empty_like(given, device=own.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which recipe decodes fastest, for a number of simultaneous requests and a device.
+"""Recommends the recipe that decodes fastest for a number of simultaneous requests on a device.
 
 The figures are those of docs/quantise.md: tokens a second of a model in the shape of Llama 3 8B,
-over bfloat16's.
+divided by those of the same model in bfloat16.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,9 @@ class Recommendation(NamedTuple):
     why: str
 
 
-# (most requests at once, recipe, tokens over bfloat16's) on one H200. With 64 requests int8 has 1.34
-# and fp8 1.30, but int8 has no room for activations that are much larger than their row's others.
+# (largest number of requests, recipe, ratio to bfloat16) on one H200. With 64 requests int8 has 1.34
+# and fp8 1.30. fp8 is recommended, because int8 codes are coarse in a row that has a few very large
+# activations.
 HOPPER = ((32, "w4", "1.8 with one request, 1.6 with 16"), (1 << 30, "fp8", "1.3 with 64"))
 
 

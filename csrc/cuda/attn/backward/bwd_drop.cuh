@@ -32,17 +32,25 @@ template <class Base, int TOGETHER> struct DropOf<BwdDrop<Base, TOGETHER>> {
     typedef BwdDrop<Base, TOGETHER> Tile;
     static constexpr bool ON = true;
     DropPairs kept;
+    PhiloxSeed seed;
+    uint32_t row,
+        group; /* of the step that is drawn next: its first row, the warp's first key / 8 */
 
-    /* Draws the bits of a step. at_s: the step's BwdTileOf; tile: its first member. The seed is
-     * read again, because the loop has no registers for it. */
-    __device__ __forceinline__ void draw(const BwdDropParams &x, const BwdWork &w, smem_addr at_s,
+    __device__ __forceinline__ DropOf(const BwdDropParams &x)
+        : seed(x.drop.seed, x.drop.seed_step) {}
+
+    /* Finds the rows and keys of a step. at_s: the step's BwdTileOf; tile: its first member. */
+    __device__ __forceinline__ void find(const BwdDropParams &x, const BwdWork &w, smem_addr at_s,
                                          uint32_t tile, int warpgroup) {
-        const Problem &p = x.g.p;
         const int i0 = (int)ld_shared_32(at_s + 8), head = (int)x.by_row_tiles.into(tile);
-        const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
-        kept.template draw_keys<(Tile::BQ + 31) / 32, TOGETHER>(
-            seed, x.drop.most, drop_row(p, w.b, head, w.seq.q0 + i0), (uint32_t)p.lse.row,
-            (uint32_t)own_key(w, 64 * warpgroup) / 8);
+        row = drop_row(x.g.p, w.b, head, w.seq.q0 + i0);
+        group = (uint32_t)own_key(w, 64 * warpgroup) / 8;
+        opaque(row);
+        opaque(group);
+    }
+    __device__ __forceinline__ void draw(const BwdDropParams &x) {
+        kept.template draw_keys<(Tile::BQ + 31) / 32, TOGETHER>(seed, x.drop.most, row,
+                                                                (uint32_t)x.g.p.lse.row, group);
         opaque(kept.word[0]);
         opaque(kept.word[1]);
     }

@@ -11,6 +11,7 @@ namespace {
 /* The dropout of the tile's kernel: bwd_drop.cuh. */
 template <class Tile> struct DropOf {
     static constexpr bool ON = false;
+    template <class Params> __device__ __forceinline__ DropOf(const Params &) {}
 };
 
 template <class T, class Tile_, bool MODIFIED, bool ORDERED_>
@@ -66,9 +67,12 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
         if (steps > 0) ring.wait_full(0);
         const smem_addr tiles_s = smem_s + S::TILES;
         uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0); /* tile, edge */
-        DropOf<Tile> dropout;
+        DropOf<Tile> dropout(x);
         if constexpr (DROP)
-            if (steps > 0) dropout.draw(x, w, tiles_s, now.x, warpgroup);
+            if (steps > 0) {
+                dropout.find(x, w, tiles_s, now.x, warpgroup);
+                dropout.draw(x);
+            }
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const smem_addr q_s = smem_s + S::Q_AT + ring.stage(n) * S::Q::bytes;
@@ -175,13 +179,15 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             const int next = min(n + 1, steps - 1);
             ring.wait_full(next);
             const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
+            if constexpr (DROP)
+                dropout.find(x, w, tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf), then.x,
+                             warpgroup);
             const int block = mov_tid_x() / 32; /* 4 x warpgroup + warp */
             const uint64_t to = own_dq<Tile>(g, now.x, block);
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             if (ORDERED) pass_turn<Tile>(smem_s);
             if constexpr (DROP) { /* of the next step, under dK */
-                dropout.draw(x, w, tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf), then.x,
-                             warpgroup);
+                dropout.draw(x);
                 mbarrier_wait(smem_s + S::KV_FULL, 0); /* ends a basic block, as above */
             }
             wgmma_wait_group<0>();

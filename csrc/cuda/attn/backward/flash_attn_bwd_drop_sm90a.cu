@@ -71,7 +71,7 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
     ROW("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, ORDERED), \
         ROW("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE, ORDERED)
 
-typedef BwdDrop<BwdDropHopper64, 4> Drop64;
+typedef BwdDrop<BwdDropHopper64, 2> Drop64;
 typedef BwdDrop<BwdHopper96Score, 4> Drop96;
 typedef BwdDrop<BwdHopper128Score, 4> Drop128;
 

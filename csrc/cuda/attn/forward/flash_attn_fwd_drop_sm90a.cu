@@ -83,9 +83,9 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
     ROW("flash_attn_fwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
         ROW("flash_attn_fwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
 
-typedef FwdDrop<FwdHopper64Short, 8> Drop64;
-typedef FwdDrop<FwdHopper96, 8> Drop96;
-typedef FwdDrop<FwdHopper128, 8> Drop128;
+typedef FwdDrop<FwdHopper64Short, 4> Drop64;
+typedef FwdDrop<FwdHopper96, 4> Drop96;
+typedef FwdDrop<FwdHopper128, 4> Drop128;
 
 const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d96", Drop96),
                                       ROWS("d128", Drop128)};

@@ -21,6 +21,7 @@
 /* The dropout of the tile's kernel: fwd_drop.cuh. */
 template <class Tile> struct DropOf {
     static constexpr bool ON = false;
+    template <class Params> __device__ __forceinline__ DropOf(const Params &) {}
 };
 
 template <class T, class Tile, bool MODIFIED> struct Consumer {
@@ -61,7 +62,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     DropOf<Tile> dropout;
 
     __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
-        : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
+        : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false), dropout(x) {
         if (MASK) words_taken = 0;
         if (BIAS) biases_taken = 0;
     }

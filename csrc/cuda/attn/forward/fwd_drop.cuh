@@ -32,14 +32,15 @@ template <class Base, int TOGETHER> struct InBoxes<FwdDrop<Base, TOGETHER>> {
 template <class Base, int TOGETHER> struct DropOf<FwdDrop<Base, TOGETHER>> {
     typedef FwdDrop<Base, TOGETHER> Tile;
     static constexpr bool ON = true;
+    const PhiloxSeed seed;
     DropPairs kept;
+    __device__ __forceinline__ DropOf(const FwdDropParams &x)
+        : seed(x.drop.seed, x.drop.seed_step) {}
 
-    /* Draws the bits of a key block for the lane's two rows. The seed is read again for every
-     * block, because the loop has no registers for it. */
+    /* Draws the bits of a key block for the lane's two rows. */
     __device__ __forceinline__ void draw(const FwdDropParams &x, const FwdTile &t, int block) {
         const Problem &p = x.fwd.problem;
         const uint32_t row = drop_row(p, t.work.b, t.work.head, t.seq.q0 + t.work.i0 + own_row());
-        const PhiloxSeed seed(x.drop.seed, x.drop.seed_step);
         kept.template draw_rows<Tile::BKV / 32, TOGETHER>(
             seed, x.drop.most, row, (uint32_t)p.lse.row,
             (uint32_t)(t.keys.lo + block * Tile::BKV) / 8);

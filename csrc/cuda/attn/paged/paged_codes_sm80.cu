@@ -434,8 +434,9 @@ gk_status run_codes(const gk_context *ctx, const void *, const gk_plan *plan, vo
     CodesCall x = {own.planned.call, own.k_scale, own.v_scale, own.by_page};
     place_splits(x.c, own.planned.sizes, workspace);
     if (x.c.p.tokens == 0 || x.c.p.heads_q == 0) return GK_OK;
-    const gk_status status = launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)x.c.blocks),
-                                            row->key[2] * 32, row->key[4], x);
+    const gk_status status =
+        launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)x.c.blocks),
+                       row->key[PagedKey::WARPS] * 32, row->key[PagedKey::SMEM], x);
     if (status != GK_OK || !own.planned.sizes.combines) return status;
     return launch_combine<T>(ctx, x.c);
 }

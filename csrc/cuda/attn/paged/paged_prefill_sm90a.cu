@@ -67,15 +67,6 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------- */
-/* An instance's key. */
-struct PrefillKey {
-    enum {
-        HEAD_DIM,
-        SMEM,    /* bytes of shared memory */
-        MODIFIED /* softcap or ALiBi */
-    };
-};
-
 template <class Tile>
 bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;

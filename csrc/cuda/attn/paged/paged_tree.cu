@@ -18,7 +18,9 @@
  *
  * Work split of step 3, tree_tiles_kernel: q of 16 bits, caches of its dtype or of codes, aligned
  * rows. A warp owns 16 rows (new tokens times heads of the group) of a kv head and up to 128
- * columns of V. A step is 16 keys by mma.m16n8k16, all operands from global memory.
+ * columns of V. A step is 16 keys by mma.m16n8k16, all operands from global memory. A v scale of
+ * each page multiplies the weights. For float16 a row divides them by a power of two near the
+ * largest |v_scale| that it has seen, so that they stay below 2.
  * tree_rows_kernel serves the rest: a warp owns a row, a lane a key and then columns of V. */
 #include "../../../core/dispatch.h"
 #include "../../../core/paged.h"
@@ -203,6 +205,16 @@ __device__ __forceinline__ uint4 load_cached_8(const Rows &cache, int64_t at, bo
     }
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
+
+/* The largest power of two that is at most x, within [2^-126, 2^126]; 0 for a smaller x. NaN is not
+ * expected. inverse_of_power(0) is 2^127, so that 0 times it is 0. */
+__device__ __forceinline__ float power_below(float x) {
+    return __uint_as_float(min(__float_as_uint(x) >> 23, 253u) << 23);
+}
+__device__ __forceinline__ float inverse_of_power(float power) {
+    return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
 template <class T, gk_dtype STORED>
 __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
     return STORED == element<T>::dtype ? to_f32(((const T *)cache.data)[at])
@@ -219,6 +231,7 @@ __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
 template <class T, gk_dtype STORED>
 __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     constexpr bool CODES = STORED != element<T>::dtype;
+    constexpr bool HAS_BASE = CODES && element<T>::dtype == GK_F16;
     const Paged &p = x.p;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int64_t task = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -253,6 +266,8 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     /* 2. 16 keys at a time */
     RowSoftmax<ExpFull> softmax[2] = {{-INFINITY, 0}, {-INFINITY, 0}}; /* sums: the lane's share */
     float o[PART / 64][8][4] = {};
+    /* of each row, by which scales of pages are divided, and O too; 0: no scale above 0 yet */
+    float v_base[2] = {0, 0};
     for (int range = 0; range < 2; ++range) {
         const int end = range ? keys.end : keys.edge_end;
         for (int j0 = range ? keys.fresh : keys.edge; j0 < end; j0 += TILE) {
@@ -328,10 +343,25 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
                     float &its_w = w[n / 2][2 * u + n % 2];
                     its_w = softmax[u].weight(its_w);
                     softmax[u].sum += its_w;
-                    /* the scale of a page that the row does not see may be NaN */
-                    if (CODES && x.v_scale.page && seen >> (4 * u + n) & 1)
-                        its_w *= x.v_scale.at<float>(its_page[n], head_kv);
                 }
+                if (!CODES || !x.v_scale.page) continue;
+                float v_scale[4], largest = 0;
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    /* the scale of a page that the row does not see may be NaN */
+                    v_scale[n] =
+                        seen >> (4 * u + n) & 1 ? x.v_scale.at<float>(its_page[n], head_kv) : 0.f;
+                    largest = fmaxf(largest, fabsf(v_scale[n])); /* a NaN stays in v_scale */
+                }
+                float by = 1;
+                if (HAS_BASE) {
+                    const float base = fmaxf(v_base[u], power_below(quad_max(largest)));
+                    by = inverse_of_power(base);
+                    shrink[u] *= v_base[u] * by;
+                    v_base[u] = base;
+                }
+#pragma unroll
+                for (int n = 0; n < 4; ++n) w[n / 2][2 * u + n % 2] *= v_scale[n] * by;
             }
 #pragma unroll
             for (int m = 0; m < PART / 64; ++m)
@@ -413,8 +443,9 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     for (int u = 0; u < 2; ++u) {
         const float sum = quad_sum(softmax[u].sum);
         if (!exists[u]) continue;
+        const float of_v = HAS_BASE && x.v_scale.page ? v_base[u] : v_scale;
         const TreeMerge<float> merge =
-            tree_merge(((const float *)x.old_lse)[at[u]], softmax[u].peak, sum, v_scale);
+            tree_merge(((const float *)x.old_lse)[at[u]], softmax[u].peak, sum, of_v);
         if (column0 == 0 && t == 0 && p.lse) ((float *)p.lse)[at[u]] = merge.lse;
         if (sum == 0) continue; /* out stays as it is */
 #pragma unroll
@@ -502,19 +533,22 @@ int64_t tile_blocks(const TreeParams &x) {
 
 bool in_chunks(const gk_tensor &t) { return t.shape[t.ndim - 1] % 8 == 0 && rows_aligned(t); }
 
-/* Weights times a scale of each page could leave the range of float16. */
 bool tiles_serve(const gk_paged_attn_args *a) {
     const gk_dtype stored = a->k_cache.dtype;
-    if (stored == a->q.dtype) return true;
-    return (stored == GK_E4M3 || stored == GK_E5M2 || stored == GK_I8) &&
-           (a->q.dtype == GK_BF16 || !a->v_scale || a->v_scale->ndim < 2);
+    return stored == a->q.dtype || stored == GK_E4M3 || stored == GK_E5M2 || stored == GK_I8;
 }
 
-/* key = {tree_tiles_kernel serves the call} */
+/* An instance's key. */
+struct TreeKey {
+    enum {
+        BY_TILES /* tree_tiles_kernel serves the call */
+    };
+};
+
 bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (!gk_paged_mask_of(a) || a->q.shape[0] * a->q.shape[1] > INT32_MAX) return false;
-    const bool by_tiles = instance->key[0];
+    const bool by_tiles = instance->key[TreeKey::BY_TILES];
     if (by_tiles && (!tiles_serve(a) || !in_chunks(a->q) || !in_chunks(a->k_cache) ||
                      !in_chunks(a->v_cache) || !in_chunks(a->out)))
         return false;

@@ -417,7 +417,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     const gk_attn_rules &r = a->rules;
     if (!gk_paged_mask_of(a) || !prefill_has_many(a) || r.window_left >= 0 ||
         (a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0) || r.softcap > 0 ||
-        r.alibi_slopes || !prefill_plan<Tile>(ctx, a, row->key[1], to))
+        r.alibi_slopes || !prefill_plan<Tile>(ctx, a, row->key[PrefillKey::SMEM], to))
         return false;
     gk_own<PrefillParams>(to).f.fwd.problem.rules.right = 0;
     return true;
@@ -443,7 +443,6 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? prefill_finish<T>(op, ctx, prefill.f.fwd) : status;
 }
 
-/* key = {head_dim, bytes of shared memory} */
 #define ROW(NAME, DTYPE, T, TILE)                   \
     {"paged_tree_sm90a_" NAME,                      \
      DTYPE,                                         \

@@ -13,6 +13,15 @@
 namespace {
 
 /* ---- 1. plan --------------------------------------------------------------------------------- */
+/* An instance's key. */
+struct PrefillKey {
+    enum {
+        HEAD_DIM,
+        SMEM,    /* bytes of shared memory */
+        MODIFIED /* softcap or ALiBi; paged_prefill_sm90a only */
+    };
+};
+
 /* The TMA shape of a cache: columns of a panel, keys, panels, heads, pages. */
 inline TensorShape pages_shape(const gk_tensor &t) {
     TensorShape x = {};

@@ -88,6 +88,7 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *, 
     if (g->scale_b && g->scale_b->ndim == 3)
         x.scale_group = g->scale_b->stride[0] * (int64_t)gk_dtype_bytes(g->scale_b->dtype);
     p.along_k = p.sa.col_log2 < GK_WHOLE_LOG2 || p.sb.row_log2 < GK_WHOLE_LOG2;
+    p.exact = g->a.dtype == GK_I8 && !p.along_k;
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
     p.f.out_row = p.n;
     if (g->bias) {
@@ -106,9 +107,9 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *, 
 #define OF(name, dtype) {name, dtype, plan_grouped, run_grouped, {}, NULL}
 
 const gk_cuda_instance instances[] = {
-    OF("grouped_gemm_plain_f32", GK_F32), OF("grouped_gemm_plain_bf16", GK_BF16),
-    OF("grouped_gemm_plain_f16", GK_F16), OF("grouped_gemm_plain_e4m3", GK_E4M3),
-    OF("grouped_gemm_plain_e5m2", GK_E5M2)};
+    OF("grouped_gemm_plain_f32", GK_F32),   OF("grouped_gemm_plain_bf16", GK_BF16),
+    OF("grouped_gemm_plain_f16", GK_F16),   OF("grouped_gemm_plain_e4m3", GK_E4M3),
+    OF("grouped_gemm_plain_e5m2", GK_E5M2), OF("grouped_gemm_plain_i8", GK_I8)};
 
 } // namespace
 

@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm_sm80: grouped_gemm by mma.sync for bfloat16 and float16, on GPUs without WGMMA
- * and for calls that Hopper's kernel does not take. One launch reads the groups' ends itself
+/* grouped_gemm_sm80: grouped_gemm by mma.sync for bfloat16, float16 and int8, on GPUs without
+ * WGMMA and for calls that Hopper's kernels do not take. One launch reads the groups' ends itself
  * (groups.cuh).
  *
  *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)
  *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)
  *
  * Groups of rows: a is K-major, b[g] K-major or N-major. Groups of k: a is M-major, b N-major.
+ * int8: groups of rows, K-major, sums in int32, and scales of rows and columns, which multiply the
+ * sums in the epilogue.
  *
  * Blocks are persistent and take tiles of up to 128 x 128 of a group, multiplied by
  * mainloop_sm80.cuh. Rows after the last group's end become zeros. Rows of other strides or
  * alignment are read by ordinary loads (the `any` instances).
  *
- * Workspace: none. Refuses: float32 and 8 bits, more than 1024 groups (grouped_gemm_plain). */
-#include "../gemm/mainloop_sm80.cuh"
+ * Workspace: none. Refuses: float32, 8-bit floats, int8 with scales along k, more than 1024 groups
+ * (grouped_gemm_plain). */
+#include "codes_mma.cuh"
 #include "groups.cuh"
 #include "store_octets.cuh"
 #include "tiles_sm80.h"
@@ -27,17 +30,27 @@ struct Params {
     Groups groups;
     Finish f;
     Vectors vectors;
+    gk_scales sa, sb; /* int8 */
+    int64_t scale_group;
 };
 
 /* ---- 1 the kernel ---------------------------------------------------------------------------- */
-template <int MODE> struct TileOf {
+template <class T, int MODE> struct TileOf {
     typedef TileGroups_128x128 type;
 };
-template <> struct TileOf<ANY> {
+template <class T> struct TileOf<T, ANY> {
     typedef TileGroups_any type;
 };
-template <> struct TileOf<ANY | A_ALONG_M | B_ALONG_N> {
+template <class T> struct TileOf<T, ANY | A_ALONG_M | B_ALONG_N> {
     typedef TileGroups_any type;
+};
+template <> struct TileOf<uint8_t, 0> {
+    typedef Tile8_128x128 type;
+};
+
+template <class T> struct ProductOf : MmaProduct<T> {};
+template <> struct ProductOf<uint8_t> : Int8Product {
+    __device__ __forceinline__ ProductOf() : Int8Product(TwoCodeBits{}) {}
 };
 
 template <class T, class Tile, int MODE> struct Smem {
@@ -46,9 +59,9 @@ template <class T, class Tile, int MODE> struct Smem {
 };
 
 template <class T, bool BY_K, int MODE>
-__global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::type::PER_SM)
+__global__ void __launch_bounds__(TileOf<T, MODE>::type::THREADS, TileOf<T, MODE>::type::PER_SM)
     grouped_gemm_sm80_kernel(Params p) {
-    typedef typename TileOf<MODE>::type Tile;
+    typedef typename TileOf<T, MODE>::type Tile;
     typedef Smem<T, Tile, MODE> S;
     constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN,
                   OCTETS = SumStage<Tile>::OCTETS;
@@ -68,8 +81,8 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
         const Operand<T> b = {(const T *)p.b + (BY_K || !given ? 0 : task.group * p.b_group) +
                                   col0 * p.b_n + k0 * p.b_k,
                               p.b_n, p.b_k, min(BN, p.n - col0)};
-        float sum[WM / 16][WN / 8][4] = {};
-        MmaProduct<T> product;
+        typename ProductOf<T>::Sum sum[WM / 16][WN / 8][4] = {};
+        ProductOf<T> product;
         multiply_sm80<T, Tile, MODE>(product, sum, a, b, k, cvta_to_shared(smem), warp_m, warp_n);
         cp_async_wait_group<0>();
         /* No thread reads the ring any more and no copy writes it, so the sums may overwrite it. */
@@ -85,10 +98,29 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
             read_octet(f.bias, f.bias_dtype, task.group * p.bias_group + col * f.bias_step,
                        f.bias_step, false, valid, bias);
         const int64_t out_row = (BY_K ? (int64_t)task.group * p.m : 0) + row0;
-        take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
-            if (warp_m + r < rows && valid > 0)
+        if constexpr (sizeof(T) == 1) {
+            float by[8] = {};
+            if (given) {
+                gk_scales sb = p.sb;
+                sb.data = (const char *)sb.data + task.group * p.scale_group;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) by[i] = scale_of(sb, 0, min(col + i, p.n - 1));
+            }
+            take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
+                if (warp_m + r >= rows || valid <= 0) return;
+                if (given) { /* rows of no group are zeros, whatever their scales */
+                    const float sa = scale_of(p.sa, row0 + warp_m + r, 0);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) v[i] = times_scales(v[i], sa, by[i]);
+                }
                 finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
-        });
+            });
+        } else {
+            take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
+                if (warp_m + r < rows && valid > 0)
+                    finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
+            });
+        }
         __syncthreads(); /* the next tile's copies overwrite the sums */
     }
 }
@@ -109,6 +141,12 @@ bool reads_rows(const gk_tensor &t, bool transposed) {
     return t.shape[rows] == 1 || gk_whole_chunks(t.dtype, t.stride[rows]);
 }
 
+bool scales_along_k(const gk_grouped_gemm_args *g) {
+    const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1];
+    return gk_scales_of(g->scale_a, m, k, false).col_log2 < GK_WHOLE_LOG2 ||
+           gk_scales_of(g->scale_b, k, n, true).row_log2 < GK_WHOLE_LOG2;
+}
+
 bool plan_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                   gk_plan *plan) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
@@ -121,19 +159,20 @@ bool plan_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const
     if (!(mode & ANY) &&
         !(reads_rows(g->a, (mode & A_ALONG_M) != 0) && reads_rows(g->b, (mode & B_ALONG_N) == 0)))
         return false;
+    if (g->a.dtype == GK_I8 && scales_along_k(g)) return false;
     if (!smem_fits(ctx, instance->key[KEY_SMEM])) return false;
     const int64_t across = gk_ceil_div(n, 128),
                   down = gk_ceil_div(m, 128) * (by_k ? groups : 1) + groups;
     if (!gk_grid_fits(2 * across * down)) return false;
     plan->tile[0] = plan->tile[1] = 128;
-    plan->tile[2] = 32;
+    plan->tile[2] = g->a.dtype == GK_I8 ? 64 : 32;
     plan->tasks = across * down;
     return true;
 }
 
 template <class T, bool BY_K, int MODE>
 gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    typedef typename TileOf<MODE>::type Tile;
+    typedef typename TileOf<T, MODE>::type Tile;
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     const int nd = g->b.ndim;
     Params p = {};
@@ -154,6 +193,12 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
         if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
     }
     p.vectors = vectors_of(p.f);
+    if (sizeof(T) == 1) {
+        p.sa = gk_scales_of(g->scale_a, p.m, p.k, false);
+        p.sb = gk_scales_of(g->scale_b, p.k, p.n, true);
+        if (g->scale_b->ndim == 3)
+            p.scale_group = g->scale_b->stride[0] * (int64_t)gk_dtype_bytes(g->scale_b->dtype);
+    }
     p.groups = {(const int32_t *)g->offs.data,
                 g->offs.stride[0],
                 BY_K ? p.k : p.m,
@@ -167,20 +212,22 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
         "grouped_gemm", ctx, dim3((unsigned)blocks), Tile::THREADS, Smem<T, Tile, MODE>::BYTES, p);
 }
 
-#define ROW(name, T, by_k, mode)                             \
-    {"grouped_gemm_sm80_" name,                              \
-     element<T>::dtype,                                      \
-     plan_grouped,                                           \
-     run_grouped<T, by_k, mode>,                             \
-     {by_k, mode, Smem<T, TileOf<mode>::type, mode>::BYTES}, \
+#define ROW(name, dtype, T, by_k, mode)                         \
+    {"grouped_gemm_sm80_" name,                                 \
+     dtype,                                                     \
+     plan_grouped,                                              \
+     run_grouped<T, by_k, mode>,                                \
+     {by_k, mode, Smem<T, TileOf<T, mode>::type, mode>::BYTES}, \
      NULL}
-#define ROWS(name, T)                                                               \
-    ROW(name "_128x128", T, false, 0), ROW(name "_128x128_n", T, false, B_ALONG_N), \
-        ROW(name "_128x128_k", T, true, A_ALONG_M | B_ALONG_N),                     \
-        ROW("any_" name "_128x128", T, false, ANY),                                 \
-        ROW("any_" name "_128x128_k", T, true, ANY | A_ALONG_M | B_ALONG_N)
+#define ROWS(name, T)                                                              \
+    ROW(name "_128x128", element<T>::dtype, T, false, 0),                          \
+        ROW(name "_128x128_n", element<T>::dtype, T, false, B_ALONG_N),            \
+        ROW(name "_128x128_k", element<T>::dtype, T, true, A_ALONG_M | B_ALONG_N), \
+        ROW("any_" name "_128x128", element<T>::dtype, T, false, ANY),             \
+        ROW("any_" name "_128x128_k", element<T>::dtype, T, true, ANY | A_ALONG_M | B_ALONG_N)
 
-const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
+const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half),
+                                      ROW("i8_128x128", GK_I8, uint8_t, false, 0)};
 
 } // namespace
 

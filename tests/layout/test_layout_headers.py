@@ -5,7 +5,7 @@ torch_gpukern.layout, which must put elements at the same places.
 tests/data/layout.golden has questions and the answers that both must give: the current offsets,
 fragments and descriptors. It is written by:
 
-    PYTHONPATH=tests python tests/layout/test_layout_twin.py > tests/data/layout.golden
+    PYTHONPATH=tests python tests/layout/test_layout_headers.py > tests/data/layout.golden
 """
 
 import shutil
@@ -117,7 +117,7 @@ def golden():
     return [line.split(" = ") for line in GOLDEN.read_text().splitlines()]
 
 
-def test_golden_file_is_the_twins():
+def test_golden_file_has_the_answers_of_torch_gpukern():
     pairs = golden()
     assert {question for question, _ in pairs} == set(PLACES)
     for question, want in pairs:
