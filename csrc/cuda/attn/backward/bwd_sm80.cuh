@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 
     /* 2.2 the copies of K, V and the first step */
     own.start(j0);
+    float dk[X::M][X::COLS_W / 8][4] = {}, dv[X::M][X::COLS_W / 8][4] = {};
     BwdStep now = {tile_lo, kv_head * p.group};
     int stage = 0;
     bool more = tile_lo < tile_hi;
@@ -177,11 +178,11 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                                own.dq_tile(next, range.row_tile));
         cp_async_commit_group();
         if constexpr (X::SHARERS == 1)
-            last_dq = own.step_own_keys(now, stage, range.row_tile, last_dq);
+            last_dq = own.step_own_keys(now, stage, range.row_tile, last_dq, dk, dv);
         else if constexpr (X::SHARERS == 2)
-            own.step_paired_keys(now, stage, range.row_tile);
+            own.step_paired_keys(now, stage, range.row_tile, dk, dv);
         else
-            own.step_shared_keys(now, stage, range.row_tile);
+            own.step_shared_keys(now, stage, range.row_tile, dk, dv);
         now = next;
         stage ^= 1;
     }
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         own.add_last_dq(stage, last_dq);
         __syncthreads(); /* K is no longer read */
     }
-    store_keys<T, Tile, Grad>(g, smem_s, own.dk, own.dv, own.warp_kv, own.sharer, own.lane);
+    store_keys<T, Tile, Grad>(g, smem_s, dk, dv, own.warp_kv, own.sharer, own.lane);
 }
 
 } // namespace

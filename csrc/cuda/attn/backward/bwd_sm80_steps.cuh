@@ -41,7 +41,9 @@ template <int M> struct StepOf<M, true> {
     typedef StepScores<M> type;
 };
 
-/* A warp's part of the block: the addresses that its lanes read and write, and its sums dK, dV. */
+/* A warp's part of the block, and the addresses that its lanes read and write. The sums dK and dV
+ * are not members: nvcc splits a struct with arrays into registers only after it has moved code out
+ * of the loop. */
 template <class F> struct BwdWarp {
     typedef typename F::T T;
     typedef typename F::Tile Tile;
@@ -58,10 +60,10 @@ template <class F> struct BwdWarp {
     const smem_addr smem_s;
     const int lane, warp;
     const int warp_kv, sharer; /* which of the keys; which of the warps with the same keys */
+    const int chunk;           /* the warp's first column of dK and dV, in chunks of 8 */
     smem_addr k_base, q_base;  /* the A operands of K, the B operands of Q */
     smem_addr p_at;            /* the lane's first element of P^T */
     int lane_row, lane_key;    /* row and key of the lane's first element of S^T */
-    float dk[M][NC][4], dv[M][NC][4];
     float scale_log2;
 
     /* of the step */
@@ -71,7 +73,7 @@ template <class F> struct BwdWarp {
 
     __device__ __forceinline__ BwdWarp(const typename F::Params &g, smem_addr smem_s)
         : g(g), smem_s(smem_s), lane(threadIdx.x % 32), warp(threadIdx.x / 32),
-          warp_kv(warp % X::WARPS_KV), sharer(warp / X::WARPS_KV) {}
+          warp_kv(warp % X::WARPS_KV), sharer(warp / X::WARPS_KV), chunk(sharer * X::COLS_W / 8) {}
 
     /* j0: the block's first key. */
     __device__ __forceinline__ void start(int j0) {
@@ -81,9 +83,6 @@ template <class F> struct BwdWarp {
                Scores::offset(warp_kv * KEYS_W + lane / 4, sharer * X::ROWS_W / 8) + lane % 4 * 4;
         lane_row = sharer * X::ROWS_W + lane % 4 * 2;
         lane_key = j0 + warp_kv * KEYS_W + lane / 4;
-#pragma unroll
-        for (int i = 0; i < M * NC * 4; ++i)
-            dk[i / 4 / NC][i / 4 % NC][i % 4] = dv[i / 4 / NC][i / 4 % NC][i % 4] = 0;
     }
 
     __device__ __forceinline__ void begin(const BwdStep &now, int stage) {
@@ -187,20 +186,21 @@ template <class F> struct BwdWarp {
     /* ---- 2. dV, dK, dQ ---- */
     /* The B operands of dV and dK: the first stage of Q by columns. */
     __device__ __forceinline__ smem_addr columns_of_q(int lane) const {
-        return frag_b_trans_base<Queries>(smem_s + S::q, lane, 0, sharer * X::COLS_W / 8);
+        return frag_b_trans_base<Queries>(smem_s + S::q, lane, 0, chunk);
     }
     /* dV += P^T dO or dK += dS^T Q with P^T or dS^T of all sharers from shared memory at a_s.
      * Calls between(n) for each group n of eight rows, between the products. */
     template <class Between>
     __device__ __forceinline__ void add_shared(float (&c)[M][NC][4], smem_addr a_base,
-                                               smem_addr b_base, const Between &between) const {
+                                               smem_addr b_base, int b_stage,
+                                               const Between &between) const {
 #pragma unroll
         for (int kk = 0; kk < BQ / 16; ++kk) {
             uint32_t a[M][4];
 #pragma unroll
             for (int m = 0; m < M; ++m)
                 load_frag_a(a[m], Scores::down(Scores::along(a_base, 2 * kk), 16 * m));
-            mma_columns<Queries, T, F::SCORES>(c, a, Queries::down(b_base, 16 * kk));
+            mma_columns<Queries, T, F::SCORES>(c, a, Queries::down(b_base + b_stage, 16 * kk));
 #pragma unroll
             for (int n = NQ * kk / (BQ / 16); n < NQ * (kk + 1) / (BQ / 16); ++n) between(n);
         }
@@ -208,21 +208,21 @@ template <class F> struct BwdWarp {
     /* The same with P^T or dS^T from registers. */
     template <class Between>
     __device__ __forceinline__ void add_own(float (&c)[M][NC][4], const float (&from)[M][NQ][4],
-                                            smem_addr b_base, const Between &between) const {
+                                            smem_addr b_base, int b_stage,
+                                            const Between &between) const {
 #pragma unroll
         for (int kk = 0; kk < NQ / 2; ++kk) {
             uint32_t a[M][4];
 #pragma unroll
             for (int m = 0; m < M; ++m) acc_to_a<T>(a[m], from[m][2 * kk], from[m][2 * kk + 1]);
-            mma_columns<Queries, T, F::SCORES>(c, a, Queries::down(b_base, 16 * kk));
+            mma_columns<Queries, T, F::SCORES>(c, a, Queries::down(b_base + b_stage, 16 * kk));
 #pragma unroll
             for (int n = 2 * kk; n < 2 * kk + 2; ++n) between(n);
         }
     }
-    /* dQ [BQ][D] = dS K of a tile, added into dq_sum. at: the tile's place in dq_sum. ds_s: dS^T of
+    /* dQ [BQ][D] = dS K of a tile, added into dq_sum. at: the tile's place in sum_g. ds_s: dS^T of
      * all warps. The threads of a warp add to 128 contiguous bytes. */
-    __device__ __forceinline__ void add_dq(int at, smem_addr ds_s) const {
-        float *const sum_g = g.dq_sum;
+    __device__ __forceinline__ void add_dq(float *sum_g, int at, smem_addr ds_s) const {
         float c[X::DQ_M][X::DQ_N][4] = {};
         const int row = warp % Tile::dq_warps * X::DQ_ROWS,
                   col = warp / Tile::dq_warps * X::DQ_COLS;
@@ -251,7 +251,8 @@ template <class F> struct BwdWarp {
      * at the beginning of this step is also that of the previous step's dS^T. last_dq: the previous
      * step's dq_tile, -1 at first. Returns this step's. */
     __device__ __forceinline__ int step_own_keys(const BwdStep &now, int stage, int row_tile,
-                                                 int last_dq) {
+                                                 int last_dq, float (&dk)[M][NC][4],
+                                                 float (&dv)[M][NC][4]) {
         const auto nothing = [](int) {};
         add_last_dq(stage, last_dq);
         const int own_dq = dq_tile(now, row_tile);
@@ -264,20 +265,22 @@ template <class F> struct BwdWarp {
         modify(s, dp, full, nothing);
         /* the lane is read again, so that the address takes no register elsewhere */
         const smem_addr columns = columns_of_q(laneid());
-        add_own(dv, s, columns + grad_out_stage, [&](int n) {
+        add_own(dv, s, columns, grad_out_stage, [&](int n) {
             to_ds(s, dp, n);
             if (F::ADD) store_ds(dp, n);
         });
-        add_own(dk, dp, columns + q_stage, nothing);
+        add_own(dk, dp, columns, q_stage, nothing);
         return own_dq;
     }
     __device__ __forceinline__ void add_last_dq(int stage, int last_dq) const {
         if (F::ADD && last_dq >= 0)
-            add_dq(last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes);
+            add_dq(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes);
     }
 
     /* Two warps have the same keys. */
-    __device__ __forceinline__ void step_paired_keys(const BwdStep &now, int stage, int row_tile) {
+    __device__ __forceinline__ void step_paired_keys(const BwdStep &now, int stage, int row_tile,
+                                                     float (&dk)[M][NC][4], float (&dv)[M][NC][4]) {
+        const int own_dq = dq_tile(now, row_tile);
         begin(now, stage);
         float s[M][NQ][4] = {}, dp[M][NQ][4] = {};
         add_scores(s);
@@ -291,18 +294,20 @@ template <class F> struct BwdWarp {
         const smem_addr columns = columns_of_q(lane);
         bar_sync(1 + warp_kv, X::SHARERS * 32); /* P^T of the pair is complete */
         const smem_addr p_base = frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
-        add_shared(dv, p_base, columns + grad_out_stage, [&](int n) {
+        add_shared(dv, p_base, columns, grad_out_stage, [&](int n) {
             to_ds(s, dp, n);
             store_ds(dp, n);
         });
         __syncthreads(); /* dS^T of the pair is complete; for dQ, that of all warps */
-        add_shared(dk, p_base + Scores::bytes, columns + q_stage, [](int) {});
-        if (F::ADD) add_dq(dq_tile(now, row_tile), smem_s + S::scores + Scores::bytes);
+        add_shared(dk, p_base + Scores::bytes, columns, q_stage, [](int) {});
+        if (F::ADD) add_dq(g.dq_sum, own_dq, smem_s + S::scores + Scores::bytes);
     }
 
     /* More than two warps have the same keys. */
-    __device__ __forceinline__ void step_shared_keys(const BwdStep &now, int stage, int row_tile) {
+    __device__ __forceinline__ void step_shared_keys(const BwdStep &now, int stage, int row_tile,
+                                                     float (&dk)[M][NC][4], float (&dv)[M][NC][4]) {
         const auto nothing = [](int) {};
+        const int own_dq = dq_tile(now, row_tile);
         begin(now, stage);
         float s[M][NQ][4] = {}, dp[M][NQ][4] = {};
         add_scores(s);
@@ -319,9 +324,9 @@ template <class F> struct BwdWarp {
         }
         __syncthreads(); /* P^T and dS^T of the sharers are complete; for dQ, those of all warps */
         const smem_addr p_base = frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
-        add_shared(dv, p_base, columns + grad_out_stage, nothing);
-        add_shared(dk, p_base + Scores::bytes, columns + q_stage, nothing);
-        if (F::ADD) add_dq(dq_tile(now, row_tile), smem_s + S::scores + Scores::bytes);
+        add_shared(dv, p_base, columns, grad_out_stage, nothing);
+        add_shared(dk, p_base + Scores::bytes, columns, q_stage, nothing);
+        if (F::ADD) add_dq(g.dq_sum, own_dq, smem_s + S::scores + Scores::bytes);
     }
 };
 
