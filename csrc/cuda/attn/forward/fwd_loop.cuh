@@ -108,7 +108,7 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
         /* the loader sends V of these blocks after the next Q, so Q must be released now */
         if (C::LEADS && lead > 0) {
             if (C::AHEAD) {
-                c.release_q(at.q_empty);
+                c.stages().release_q(at.q_empty);
                 at.q_empty = 0;
             }
             c.pass(step, lead);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
             });
         } else {
             clear(c.o);
-            c.release_q(C::AHEAD ? at.q_empty : q.empty(n));
+            c.stages().release_q(C::AHEAD ? at.q_empty : q.empty(n));
             c.ready = false;
         }
         /* with a bias no register is left to keep `blocks` in */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_wide.cuh: shared memory, loads and consumer of the tile FwdHopper512, whose K and V are
+/* fwd_wide.cuh: shared memory, loads and products of the tile FwdHopper512, whose K and V are
  * loaded in halves. flash_attn_fwd_wide_sm90a.cu is its only user.
  *
  * Q takes 128 KiB of an SM's 227. The rest holds one block of 64 keys: K in two stages of 256
@@ -94,37 +94,32 @@ load_tiles<FwdHopper512, true>(const FwdHopperParams &x, const FwdTile *tiles, s
     load_halves<true>(x, tiles, smem_s);
 }
 
-/* ---- 3. the consumer ------------------------------------------------------------------------- */
-/* The same tile for the parts of Consumer that do not know the stages: masks, scores, weights. */
-struct Fwd512Weights : FwdHopper512 {};
-template <> struct Smem<Fwd512Weights> : Smem<FwdHopper512> {};
-
-template <class T, bool MODIFIED>
-struct Consumer<T, FwdHopper512, MODIFIED> : Consumer<T, Fwd512Weights, MODIFIED> {
+/* ---- 3. the products of a consumer ----------------------------------------------------------- */
+/* K and V in stages of half a block each, in place of WholeStages (fwd_stages.cuh). */
+template <class T> struct HalfStages {
     typedef FwdHopper512 Tile;
-    typedef Consumer<T, Fwd512Weights, MODIFIED> Base;
     typedef Smem<Tile> S;
-    typedef typename Base::At At;
     typedef tma_steps<2> Steps;
-    using Base::Base;
-    using Base::o;
-    using Base::p;
-    using Base::s;
-    using Base::smem_s;
-    using Base::softmax;
-    using Base::sum;
-    using Base::w;
-    using Base::warpgroup;
-    using Base::x;
-    static_assert(Base::OVERLAP && !Base::AHEAD && !Base::EARLY && Base::SPLIT, "as below");
+    static constexpr int N = Tile::BKV / 8, ND = Tile::HEAD_DIM_V / 8;
+
+    const smem_addr smem_s;
+    const int warpgroup;
 
     __device__ __forceinline__ Steps k_ring() const { return {smem_s + S::K_RING}; }
     __device__ __forceinline__ Steps v_ring() const { return {smem_s + S::V_RING}; }
 
+    static __device__ __forceinline__ void release(smem_addr barrier_s) {
+        WholeStages<T, Tile>::release(barrier_s);
+    }
+    static __device__ __forceinline__ void release_q(smem_addr barrier_s) {
+        WholeStages<T, Tile>::release_q(barrier_s);
+    }
+
     /* S (+)= Q K^T of half H of the columns, as a group of products. */
-    template <int H> __device__ __forceinline__ void issue_half(smem_addr q_s) {
+    template <int H>
+    __device__ __forceinline__ void issue_half(float (&s)[N * 4], smem_addr q_s) const {
         smem_addr k_s = smem_s + S::K_AT + H * S::K::bytes;
-        opaque(k_s); /* as q_s in first_block */
+        opaque(k_s); /* as q_s in Consumer::first_block */
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < S::COLUMNS; kk += 16)
@@ -132,18 +127,36 @@ struct Consumer<T, FwdHopper512, MODIFIED> : Consumer<T, Fwd512Weights, MODIFIED
                                          S::K::k_major(k_s, 0, kk), H > 0 || kk > 0);
         wgmma_commit_group();
     }
-    __device__ __forceinline__ void issue_both(smem_addr q_s, int step) {
-        issue_half<0>(q_s);
+    /* The first half of K. */
+    __device__ __forceinline__ void wait_keys(int step) const { k_ring().wait_full(2 * step); }
+    __device__ __forceinline__ void begin_scores(float (&)[N * 4], int) const {}
+    __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr q_s, int step) const {
+        issue_half<0>(s, q_s);
         k_ring().wait_full(2 * step + 1);
-        issue_half<1>(q_s);
+        issue_half<1>(s, q_s);
     }
+    /* If PENDING is 0, S is the only product that runs, and one wait serves both halves. */
+    template <int PENDING>
+    __device__ __forceinline__ void wait_scores(float (&s)[N * 4], const TileSteps &at,
+                                                int j) const {
+        wgmma_wait_group<PENDING ? PENDING + 1 : 0>();
+        release(k_ring().empty(2 * (at.step + j)));
+        if (PENDING) wgmma_wait_group<PENDING>();
+        wgmma_pin(s);
+        release(k_ring().empty(2 * (at.step + j) + 1));
+        if (j == at.end - 1) release_q(smem_s + S::Q_RING + 8 * Tile::Q_BUFFERS);
+    }
+    __device__ __forceinline__ void wait_next_scores(float (&)[N * 4], int) const {
+    } /* one Q buffer */
+
     __device__ __forceinline__ void wait_values(int step) const {
         v_ring().wait_full(2 * step);
         v_ring().wait_full(2 * step + 1);
     }
-    __device__ __forceinline__ void issue_sums() {
+    __device__ __forceinline__ void issue_values(float (&o)[ND * 4], const uint32_t (&p)[N * 2],
+                                                 int) const {
         smem_addr v_s = smem_s + S::V_AT;
-        opaque(v_s); /* as q_s in first_block */
+        opaque(v_s); /* as q_s in Consumer::first_block */
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < Tile::BKV; kk += 16)
@@ -153,125 +166,19 @@ struct Consumer<T, FwdHopper512, MODIFIED> : Consumer<T, Fwd512Weights, MODIFIED
         wgmma_commit_group();
     }
     __device__ __forceinline__ void release_values(int step) const {
-        Base::release(v_ring().empty(2 * step));
-        Base::release(v_ring().empty(2 * step + 1));
+        release(v_ring().empty(2 * step));
+        release(v_ring().empty(2 * step + 1));
     }
-    /* S is complete. */
-    __device__ __forceinline__ void scores_over(const At &at, int j) {
-        wgmma_pin(s);
-        Base::release(k_ring().empty(2 * (at.step + j) + 1));
-        if (j == at.end - 1) Base::release_q(smem_s + S::Q_RING + 8 * Tile::Q_BUFFERS);
+    __device__ __forceinline__ void values_over(float (&o)[ND * 4], int step) const {
+        wgmma_pin(o);
+        release_values(step);
     }
-
-    /* Clears rows [from, BKV) of V. */
-    __device__ __forceinline__ void clear_values(int from) const {
+    __device__ __forceinline__ void clear_values(int, int from) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (from < (h + 1) * S::KEYS)
                 clear_rows<Tile>(smem_s + S::V_AT + h * S::V::bytes, max(from - h * S::KEYS, 0),
                                  warpgroup, S::KEYS);
-    }
-
-    __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
-        const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
-        const bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
-        KeptColumns columns = {};
-        if (!MODIFIED && edge) columns = this->columns_of(t, block);
-        smem_addr q_s = at.q_s;
-        opaque(q_s); /* keeps descriptors of this fixed address out of registers */
-        k_ring().wait_full(2 * step);
-        turn_begin<Tile>(warpgroup);
-        issue_both(q_s, step);
-        turn_end<Tile>(warpgroup);
-        wgmma_wait_group<0>();
-        Base::release(k_ring().empty(2 * step));
-        scores_over(at, at.from);
-        clear(o);
-        if (MODIFIED) {
-            this->weigh_first(t, block, edge);
-        } else {
-            if (edge) keep_columns(s, columns);
-            softmax.template refer<false>(s, x.units.unit_log2);
-            softmax.weights(s, x.units.unit_log2, w, sum);
-        }
-        softmax.total[0] = sum[0];
-        softmax.total[1] = sum[1];
-        softmax.pack(w, p);
-        if (MODIFIED && t.incomplete > 0 && block == t.keys.tiles - 1) {
-            wait_values(step);
-            clear_values(t.incomplete);
-        }
-    }
-
-    __device__ __forceinline__ bool take_block(const FwdTile &t, const At &at, int j, bool edge) {
-        const int step = at.step + j;
-        smem_addr q_s = at.q_s;
-        opaque(q_s);
-        k_ring().wait_full(2 * step);
-        turn_begin<Tile>(warpgroup);
-        issue_both(q_s, step);
-        wait_values(step - 1);
-        issue_sums();
-        turn_end<Tile>(warpgroup);
-        const int block = block_at<MODIFIED>(t, j);
-        KeptColumns columns = {};
-        if (!MODIFIED && edge) columns = this->columns_of(t, block);
-        if (MODIFIED) this->begin_weights(t, block, edge);
-        wgmma_wait_group<2>();
-        Base::release(k_ring().empty(2 * step));
-        wgmma_wait_group<1>();
-        scores_over(at, j);
-        if (MODIFIED) {
-            this->weigh_next(t, block, edge);
-        } else {
-            if (edge) keep_columns(s, columns);
-            softmax.weights(s, x.units.unit_log2, w, sum);
-        }
-        const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
-        mbarrier_wait(smem_s + S::OVER, 0); /* ends a basic block, as in Base::take_block */
-        wgmma_wait_group<0>();
-        wgmma_pin(o);
-        release_values(step - 1);
-        return again;
-    }
-
-    __device__ __forceinline__ void other_blocks(const FwdTile &t, const At &at) {
-#pragma unroll 1
-        for (int j = at.from + 1; j < at.end;) {
-            bool again = false;
-            const int plain = j + Base::plain_run(t, j, at.end);
-#pragma unroll 1
-            for (; j < plain; ++j) {
-                again = take_block(t, at, j, false);
-                if (again) break;
-                this->block_taken();
-            }
-            if (again) {
-                this->take_again(t, j, false);
-                this->block_taken();
-                ++j;
-                continue;
-            }
-            if (j >= at.end) break;
-            if (take_block(t, at, j, true)) this->take_again(t, j, true);
-            this->block_taken();
-            ++j;
-        }
-    }
-
-    template <class Store>
-    __device__ __forceinline__ void last_values(const FwdTile &t, const At &at, smem_addr,
-                                                const Store &) {
-        const int last = at.step + at.end - 1;
-        wait_values(last);
-        if (t.incomplete > 0 && block_at<MODIFIED>(t, at.end - 1) == t.keys.tiles - 1)
-            clear_values(t.incomplete);
-        turn_begin<Tile>(warpgroup);
-        issue_sums();
-        turn_end<Tile>(warpgroup);
-        wgmma_wait_group<0>();
-        wgmma_pin(o);
-        release_values(last);
     }
 
     /* K must be released before the turn, since the other warpgroup may need K of the next block in
@@ -282,8 +189,8 @@ struct Consumer<T, FwdHopper512, MODIFIED> : Consumer<T, Fwd512Weights, MODIFIED
             k_ring().wait_full(2 * j);
             k_ring().wait_full(2 * j + 1);
             bar_sync(4 + warpgroup, 128); /* all four warps have seen the stages full */
-            Base::release(k_ring().empty(2 * j));
-            Base::release(k_ring().empty(2 * j + 1));
+            release(k_ring().empty(2 * j));
+            release(k_ring().empty(2 * j + 1));
             turn_begin<Tile>(warpgroup);
             turn_end<Tile>(warpgroup);
             wait_values(j);
@@ -291,6 +198,9 @@ struct Consumer<T, FwdHopper512, MODIFIED> : Consumer<T, Fwd512Weights, MODIFIED
             release_values(j);
         }
     }
+};
+template <class T> struct StagesOf<T, FwdHopper512> {
+    typedef HalfStages<T> type;
 };
 
 #endif

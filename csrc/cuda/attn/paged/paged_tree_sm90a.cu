@@ -17,7 +17,7 @@
  *   [plain_end, tiles)          those with new tokens
  *
  * The first and the last kind are partial. They take the consumers' path for stored masks
- * (fwd_consumer.cuh, MASK): a bit for each row and key, in words that one warp of the producer
+ * (ListedKeys in fwd_keys.cuh): a bit for each row and key, in words that one warp of the producer
  * computes from the mask.
  *
  *   warp 0  loads Q and K       warp 1  finds tiles
@@ -265,9 +265,9 @@ __device__ __forceinline__ void check_values(const TreePrefillParams &x, FwdTile
     const int key0 = t.keys.lo + block * Tile::BKV, from = max(old_keys(t) - key0, 0),
               end = min(t.seq.seq_k - key0, Tile::BKV);
     if (from >= end) return;
-    const smem_addr v_s = c.v_at(step + block);
+    const smem_addr v_s = c.stages().v_at(step + block);
     bool spoilt = false;
-    c.v_ring().wait_full(step + block);
+    c.stages().wait_values(step + block);
 #pragma unroll 1
     for (int i = from * CHUNKS + mov_tid_x() % 128; i < end * CHUNKS; i += 128) {
         const int row = i / CHUNKS, chunk = i % CHUNKS;
@@ -361,7 +361,7 @@ __device__ __forceinline__ void consume_trees(const TreePrefillParams &a, smem_a
             c.last_values(t, at, 0, [] {});
         } else {
             clear(c.o);
-            c.release_q(at.q_empty);
+            c.stages().release_q(at.q_empty);
             pass_tile<T, Tile>(t, step, warpgroup, c);
         }
         if (x.fwd.splits > 1)
