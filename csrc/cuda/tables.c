@@ -25,7 +25,7 @@ static const gk_cuda_table *const gemm_tables[] = {
 
 #ifdef GPUKERN_HAS_CUDA
 extern const gk_cuda_table gk_gemm_act_bwd_table;
-extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
+extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_decoded_table,
     gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_kv_cache_write_table, gk_kv_cache_write_latent_table,
     gk_rope_kv_write_table, gk_rope_kv_write_sm90a_table;
@@ -102,7 +102,7 @@ enum {
     X(flash_attn_bwd_partial_plain, PARTIAL, DROPS | PARTIAL)
 #define PAGED_ATTN(X)                                   \
     X(paged_prefill_sm90a, 0, 0)                        \
-    X(paged_prefill_relay_sm90a, 0, 0)                  \
+    X(paged_prefill_decoded_sm90a, 0, 0)                \
     X(paged_attn_sm90a, 0, INVARIANT)                   \
     X(paged_latent_sm90a, 0, 0)                         \
     X(paged_attn_sm80, 0, 0)                            \
@@ -151,7 +151,7 @@ NONE(flash_attn_fwd_sm90a)
 NONE(flash_attn_fwd_wide_sm90a)
 NONE(paged_attn_sm90a)
 NONE(paged_latent_sm90a)
-NONE(paged_prefill_relay_sm90a)
+NONE(paged_prefill_decoded_sm90a)
 NONE(paged_prefill_sm90a)
 NONE(paged_tree_sm90a)
 NONE(grouped_gemm_fp8_sm90a)
@@ -185,8 +185,9 @@ NONE(softmax_bwd_ring_sm90a)
 #endif
 
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
-static const gk_cuda_table *const flash_attn_fp8_tables[] = {
-    &gk_flash_attn_fp8_sm90a_table, &gk_flash_attn_fp8_relay_table, &gk_flash_attn_fp8_sm80_table};
+static const gk_cuda_table *const flash_attn_fp8_tables[] = {&gk_flash_attn_fp8_sm90a_table,
+                                                             &gk_flash_attn_fp8_decoded_table,
+                                                             &gk_flash_attn_fp8_sm80_table};
 /* kv_cache_write would take the bytes of latents for codes */
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_latent_table,
                                                              &gk_kv_cache_write_table};

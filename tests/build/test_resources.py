@@ -210,7 +210,7 @@ WITHOUT_PRODUCTS = (
     "lift_keys_",
     "prepare_distances_",
     "transpose_",
-    "relay_",
+    "decode_pages_",
     "quantize_",
     "bwd_bias_",
     "flash_attn_bwd_round_",
@@ -233,9 +233,9 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
     BM / 64) between one fence and one wait, and no others.
 
     tf32 has half as much of k. With swap-AB and fragments from registers, each of the four products
-    has its own fence and wait. Copies (realign, lift_keys, prepare_distances, transpose, relay),
-    quantize and operations along rows multiply nothing. Paged attention multiplies 8 or 16 rows by
-    mma.sync.
+    has its own fence and wait. Copies (realign, lift_keys, prepare_distances, transpose),
+    decode_pages, quantize and operations along rows multiply nothing. Paged attention multiplies 8
+    or 16 rows by mma.sync.
     """
     found = {
         n: r

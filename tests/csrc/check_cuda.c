@@ -1576,8 +1576,8 @@ static void try_row(tested *x) {
     }
     double start = now();
     int64_t failed = check_num_failed;
-    /* paged_tree may call paged_prefill_relay for old keys */
-    const bool rounds = strstr(x->row->name, "paged_prefill_relay") != NULL ||
+    /* paged_tree may call paged_prefill_decoded for old keys */
+    const bool rounds = strstr(x->row->name, "paged_prefill_decoded") != NULL ||
                         strstr(x->row->name, "paged_tree") != NULL;
     check_isa = x->row->name;
     for (int again = 0; again < (check_small() ? 1 : 2); ++again) {

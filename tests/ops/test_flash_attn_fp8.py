@@ -389,7 +389,7 @@ def test_rows_of_the_table():
         row(softcap=2.0),
         row(per=3, window_left=50),
     ):
-        assert other == "relay"
+        assert other == "decoded"
     assert row(accumulate="precise", length=100) == "sm80_d128"
 
 
@@ -407,7 +407,7 @@ def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
         how = dict(accumulate=accumulate, arch=arch)
         return gk.explain("flash_attn_varlen", q, kv, kv, ends, ends, 1024, 1024, **how)["instance"]
 
-    assert row(1 << 10) == "flash_attn_fp8_relay"
+    assert row(1 << 10) == "flash_attn_fp8_decoded"
     with pytest.raises(ValueError, match="no kernel for float8_e4m3fn on .* use smaller ones"):
         row(1 << 20)
 

@@ -12,7 +12,7 @@ from torch_gpukern import paged_attn
 
 BF16, F16 = torch.bfloat16, torch.float16
 E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-WIDE, RELAY = "paged_prefill_sm90a", "paged_prefill_relay_sm90a"
+WIDE, DECODED = "paged_prefill_sm90a", "paged_prefill_decoded_sm90a"
 
 
 @pytest.mark.skipif(
@@ -44,9 +44,9 @@ WIDE, RELAY = "paged_prefill_sm90a", "paged_prefill_relay_sm90a"
             {"is_causal": False, "window_right": 5},
             "paged_attn_sm90a_bf16_128x16",
         ),
-        (512, (32, 8), 128, 16, E4M3, {}, RELAY + "_bf16"),
-        (512, (32, 8), 256, 8, E5M2, {"softcap": 30.0}, RELAY + "_bf16"),
-        (40, (32, 8), 64, 24, I8, {"window_left": 100}, RELAY + "_bf16"),
+        (512, (32, 8), 128, 16, E4M3, {}, DECODED + "_bf16"),
+        (512, (32, 8), 256, 8, E5M2, {"softcap": 30.0}, DECODED + "_bf16"),
+        (40, (32, 8), 64, 24, I8, {"window_left": 100}, DECODED + "_bf16"),
         (20, (32, 8), 128, 16, E4M3, {}, "paged_attn_sm90a_bf16_e4m3_128x16"),
         (512, (32, 8), 128, 12, E4M3, {}, "paged_codes_sm80_bf16_e4m3_128x16"),
     ),
@@ -171,8 +171,8 @@ RULES = {
     "kv_start_full": {"kv_start": True, "is_causal": False, "sinks": True},
     "all": {"kv_start": True, "alibi_slopes": 2, "softcap": 2.0, "sinks": True, "window_left": 500},
 }
-# head_dim, page, heads of a group, stored, dtype, pages of nobody (with many of them the relay's
-# slots are entries)
+# head_dim, page, heads of a group, stored, dtype, pages of nobody (with many of them, decoded
+# pages are kept by entry of the table)
 FORMS = (
     (64, 8, 4, None, BF16, 2),
     (128, 16, 4, None, F16, 2),
@@ -222,7 +222,7 @@ def test_rules(name, form):
     cu = torch.tensor(STARTS, dtype=torch.int32, device="cuda")
     how = dict(rules, cu_seqlens_q=cu, max_seqlen_q=700)
     served = torch_gpukern.explain("paged_attn", *given, **how)["instance"]
-    assert served.startswith(RELAY if stored else WIDE)
+    assert served.startswith(DECODED if stored else WIDE)
     out, lse = paged_attn(*given, **how, return_lse=True)
     torch_gpukern.check_errors()
     assert torch.equal(paged_attn(*given, **how), out)
@@ -269,7 +269,7 @@ def test_splits(rules, stored):
 
 
 @pytest.mark.gpu
-def test_relay_in_rounds():
+def test_decoded_in_rounds():
     """Decoded pages that do not fit the workspace at once: heads are computed in rounds, with each
     head's slopes, sinks and scales."""
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ def test_relay_in_rounds():
     cu = torch.tensor([0, 200, 330], dtype=torch.int32, device="cuda")
     how = dict(rules, cu_seqlens_q=cu, max_seqlen_q=200)
     plan = torch_gpukern.explain("paged_attn", q, k, v, wide, lens, **how)
-    assert plan["instance"].startswith(RELAY) and plan["workspace_bytes"] < 300 << 20
+    assert plan["instance"].startswith(DECODED) and plan["workspace_bytes"] < 300 << 20
     out, lse = paged_attn(q, k, v, wide, lens, **how, return_lse=True)
     for b, rows in enumerate((slice(0, 200), slice(200, 330))):
         want, want_lse = exact(q[rows], k, v, table, b, lengths[b], 0, rules)
@@ -298,7 +298,7 @@ def test_relay_in_rounds():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (BF16, F16))
 @pytest.mark.parametrize("stored", (E4M3, E5M2, I8))
-def test_relay_errs_as_torch_does(stored, dtype):
+def test_decoded_errs_as_torch_does(stored, dtype):
     """The error is at most twice that of torch's attention over the cache in q's dtype. Without a
     scale, or with a power of two, decoding adds no error."""
     torch.manual_seed(0)

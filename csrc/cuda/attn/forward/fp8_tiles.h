@@ -10,10 +10,10 @@ struct fp8_any_gpu {
     static constexpr int rows = 64, keys = 64, warps = 4;
 };
 
-/* flash_attn_fp8_relay. Its passes cost five launches and 3 bytes an element. They pay off
+/* flash_attn_fp8_decoded. Its passes cost five launches and 3 bytes an element. They pay off
  * because flash_attn_fp8_sm80 has a tenth of the float16 forward's rate: 1147 us against about
  * 290 us at 384 x 384, 16k tokens, head_dim 128. */
-struct fp8_relay {
+struct fp8_decoded {
     /* up to 128 keys, which are two tiles, one more launch is half the time */
     static constexpr int least_keys = 129, least_rows = 1;
 };

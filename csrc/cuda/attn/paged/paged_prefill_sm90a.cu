@@ -14,8 +14,8 @@
  *
  * Not handled: pages that are not a multiple of 8 keys; head_dim other than 64, 128 and (bfloat16)
  * 256; right windows; scales; ALiBi with a left window or kv_start and no causal rule; 8-bit pages,
- * which paged_prefill_relay_sm90a decodes first; few tokens a sequence, which are bound by reading
- * the cache (paged_attn_sm90a, paged_attn_sm80). */
+ * which paged_prefill_decoded_sm90a decodes first; few tokens a sequence, which are bound by
+ * reading the cache (paged_attn_sm90a, paged_attn_sm80). */
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"

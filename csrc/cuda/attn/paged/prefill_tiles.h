@@ -11,10 +11,10 @@ constexpr int PREFILL_LATE_BOX = 32;
 /* The largest number of keys in a box: a whole tile. */
 constexpr int PREFILL_LONGEST_BOX = 128;
 
-/* paged_prefill_relay_sm90a. paged_attn_sm90a reads a key once for 16 rows, 1 byte a column, and
+/* paged_prefill_decoded_sm90a. paged_attn_sm90a reads a key once for 16 rows, 1 byte a column, and
  * computes some 7 times as long as the forward. Decoded pages cost 5 bytes a column, once. Both
  * take the same time at 94 rows of a kv head. */
-struct prefill_relay {
+struct prefill_decoded {
     /* query tokens x heads of a group, averaged over the sequences */
     static constexpr int least_rows = 128;
     /* Bytes of decoded pages: kv heads are processed in rounds of about round_bytes. If one head

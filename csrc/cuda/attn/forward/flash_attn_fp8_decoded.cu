@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8_relay: attention of e4m3 codes by the float16 forward kernels, for calls whose
+/* flash_attn_fp8_decoded: attention of e4m3 codes by the float16 forward kernels, for calls whose
  * products outweigh two more passes over q, k, v and out. Sums are float32 whatever `accumulate`
  * says.
  *
@@ -215,7 +215,7 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     Own &own = gk_own<Own>(to) = {fp8_params(ctx, a, TOKENS)};
     const Problem &p = own.call.problem;
-    if (p.seq_k < fp8_relay::least_keys || (int64_t)p.seq_q * p.group < fp8_relay::least_rows)
+    if (p.seq_k < fp8_decoded::least_keys || (int64_t)p.seq_q * p.group < fp8_decoded::least_rows)
         return false;
     /* blocks of the grid, over all heads and sequences */
     const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS);
@@ -262,8 +262,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? fp8_finish(op, ctx, call) : status;
 }
 
-const gk_cuda_instance instances[] = {{"flash_attn_fp8_relay", GK_E4M3, plan, run, {}, NULL}};
+const gk_cuda_instance instances[] = {{"flash_attn_fp8_decoded", GK_E4M3, plan, run, {}, NULL}};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fp8_relay_table = {instances, 1, 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fp8_decoded_table = {instances, 1, 80, NULL};

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_prefill_relay_sm90a: attention with many query tokens a sequence over a paged cache of
+/* paged_prefill_decoded_sm90a: attention with many query tokens a sequence over a paged cache of
  * 8-bit codes, for calls whose products outweigh one more pass over the keys. It decodes the pages
  * and then calls paged_prefill_sm90a.
  *
@@ -82,7 +82,7 @@ __device__ __forceinline__ void decode_16(void *to, int64_t at, const Rows &from
 }
 
 template <class T, gk_dtype CODE>
-__global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
+__global__ void __launch_bounds__(THREADS) decode_pages_kernel(DecodeParams x) {
     griddepcontrol_launch_dependents(); /* the attention kernel waits for the end of this grid */
     const Problem &p = x.problem;
     const PrefillPages &pages = x.pages;
@@ -194,16 +194,16 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     if (!gk_is_code(a->k_cache.dtype) || heads_kv == 0 || a->q.shape[1] == 0 ||
         pages >= INT32_MAX || batch > 65535 || a->v_cache.shape[3] != a->q.shape[2] ||
         !rows_aligned(a->k_cache) || !rows_aligned(a->v_cache) || !in_32_bits(a->block_table) ||
-        a->q.shape[0] * (a->q.shape[1] / heads_kv) < prefill_relay::least_rows * batch)
+        a->q.shape[0] * (a->q.shape[1] / heads_kv) < prefill_decoded::least_rows * batch)
         return false;
     Own &own = gk_own<Own>(to) = {};
     const int64_t entries = batch * a->block_table.shape[1];
     own.by_page = pages <= entries;
     const double of_head = 4.0 * gk_min_i64(pages, entries) * a->k_cache.shape[1] * a->q.shape[2];
-    if (of_head > prefill_relay::most_bytes) return false;
+    if (of_head > prefill_decoded::most_bytes) return false;
     own.heads = (int)heads_kv;
     while (own.heads > 1 &&
-           (heads_kv % own.heads != 0 || of_head * own.heads > prefill_relay::round_bytes))
+           (heads_kv % own.heads != 0 || of_head * own.heads > prefill_decoded::round_bytes))
         --own.heads;
     const Round round(a, own, 0, unplaced_workspace());
     gk_plan inner;
@@ -216,13 +216,13 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
 template <class T>
 gk_status decode(const char *op, const gk_context *ctx, gk_dtype code, const DecodeParams &x) {
     const int sms = gk_gpu_of(ctx->index)->num_sms, batch = x.problem.batch;
-    const int64_t each = gk_ceil_div(prefill_relay::blocks_per_sm * sms, gk_max_i64(batch, 1));
+    const int64_t each = gk_ceil_div(prefill_decoded::blocks_per_sm * sms, gk_max_i64(batch, 1));
     const dim3 grid((unsigned)gk_clamp_i64(gk_ceil_div(x.problem.seq_k, KEYS), 0, each),
                     (unsigned)batch);
     switch (code) {
-    case GK_E4M3: return launch<relay_pages_kernel<T, GK_E4M3>>(op, ctx, grid, THREADS, 0, x);
-    case GK_E5M2: return launch<relay_pages_kernel<T, GK_E5M2>>(op, ctx, grid, THREADS, 0, x);
-    default: return launch<relay_pages_kernel<T, GK_I8>>(op, ctx, grid, THREADS, 0, x);
+    case GK_E4M3: return launch<decode_pages_kernel<T, GK_E4M3>>(op, ctx, grid, THREADS, 0, x);
+    case GK_E5M2: return launch<decode_pages_kernel<T, GK_E5M2>>(op, ctx, grid, THREADS, 0, x);
+    default: return launch<decode_pages_kernel<T, GK_I8>>(op, ctx, grid, THREADS, 0, x);
     }
 }
 
@@ -279,11 +279,11 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 }
 
 const gk_cuda_instance instances[] = {
-    {"paged_prefill_relay_sm90a_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, NULL},
-    {"paged_prefill_relay_sm90a_f16", GK_F16, plan, run<__half>, {}, NULL},
+    {"paged_prefill_decoded_sm90a_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, NULL},
+    {"paged_prefill_decoded_sm90a_f16", GK_F16, plan, run<__half>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_prefill_relay_sm90a_table = {
+extern "C" const gk_cuda_table gk_paged_prefill_decoded_sm90a_table = {
     instances, sizeof instances / sizeof instances[0], 90, NULL};
