@@ -64,9 +64,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     static constexpr bool SPLIT = !MODIFIED || OVERLAP;
     /* The first S of the next tile may be issued right behind the last P V of this tile. */
     static constexpr bool EARLY = OVERLAP && AHEAD && !MODIFIED;
-    /* A sample of the first block's scores sets m. With a stored mask or a bias all scores do: a
-     * row's bits would depend on other rows' masks. */
-    static constexpr bool SAMPLE = EARLY && !S::SCORED;
     static constexpr bool BIAS = S::BIAS, DROP = DropOf<Tile>::ON;
     /* A warpgroup's rows may see no key of a tile's first blocks, and pass them. With a mask or a
      * bias they take them, because pass() would leave the bias in its ring. */
@@ -137,17 +134,23 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         clear(o);
         if constexpr (MODIFIED) {
             weights.first(*this, t, block, edge);
-        } else {
+        } else if constexpr (S::SCORED) {
             weights.finish_scores(*this, edge, columns);
+            const float unit = Weights::unit(*this);
             if (edge && Weights::HIDES_SCORES) keep_columns(s, columns);
-            if (SAMPLE && !edge)
-                softmax.template refer<true>(s, Weights::unit(*this));
+            /* all scores set m: with a sample, a row's bits would depend on other rows' masks */
+            softmax.template refer<false>(s, unit);
+            softmax.weights(s, unit, w, sum);
+        } else {
+            if (edge) keep_columns(s, columns);
+            if (EARLY && !edge)
+                softmax.template refer<true>(s, x.units.unit_log2);
             else /* in a masked block a row may see keys, but none of the sample */
-                softmax.template refer<false>(s, Weights::unit(*this));
-            softmax.weights(s, Weights::unit(*this), w, sum);
-            if (SAMPLE && __any_sync(0xffffffffu, softmax.out_of_range(sum))) {
+                softmax.template refer<false>(s, x.units.unit_log2);
+            softmax.weights(s, x.units.unit_log2, w, sum);
+            if (EARLY && __any_sync(0xffffffffu, softmax.out_of_range(sum))) {
                 float none[2];
-                softmax.redo(s, Weights::unit(*this), w, sum, none);
+                softmax.redo(s, x.units.unit_log2, w, sum, none);
             }
         }
         softmax.total[0] = sum[0];
