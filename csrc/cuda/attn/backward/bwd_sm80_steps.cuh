@@ -188,8 +188,9 @@ template <class F> struct BwdWarp {
     __device__ __forceinline__ smem_addr columns_of_q(int lane) const {
         return frag_b_trans_base<Queries>(smem_s + S::q, lane, 0, chunk);
     }
-    /* dV += P^T dO or dK += dS^T Q with P^T or dS^T of all sharers from shared memory at a_s.
-     * Calls between(n) for each group n of eight rows, between the products. */
+    /* c += A B: dV += P^T dO or dK += dS^T Q, with A of all sharers from shared memory. b_base and
+     * b_stage: columns_of_q, and the stage of dO or Q. Calls between(n) for each group n of eight
+     * rows, between the products. */
     template <class Between>
     __device__ __forceinline__ void add_shared(float (&c)[M][NC][4], smem_addr a_base,
                                                smem_addr b_base, int b_stage,
@@ -205,7 +206,7 @@ template <class F> struct BwdWarp {
             for (int n = NQ * kk / (BQ / 16); n < NQ * (kk + 1) / (BQ / 16); ++n) between(n);
         }
     }
-    /* The same with P^T or dS^T from registers. */
+    /* The same with A from registers. */
     template <class Between>
     __device__ __forceinline__ void add_own(float (&c)[M][NC][4], const float (&from)[M][NQ][4],
                                             smem_addr b_base, int b_stage,
@@ -258,18 +259,20 @@ template <class F> struct BwdWarp {
         const int own_dq = dq_tile(now, row_tile);
         begin(now, stage);
         float s[M][NQ][4] = {}, dp[M][NQ][4] = {};
-        add_scores(s);
+        add_scores(s); /* S^T = K Q^T */
         const Interval full = load_full(smem_s + S::target);
         hide(s, full);
+        /* dP^T = V dO^T, and P^T = 2^(S^T - lse) between its products */
         add_dp(dp, [&](int n) { to_p(s, n); });
         modify(s, dp, full, nothing);
         /* the lane is read again, so that the address takes no register elsewhere */
         const smem_addr columns = columns_of_q(laneid());
+        /* dV += P^T dO, and dS^T = P^T (dP^T - delta) between its products */
         add_own(dv, s, columns, grad_out_stage, [&](int n) {
             to_ds(s, dp, n);
             if (F::ADD) store_ds(dp, n);
         });
-        add_own(dk, dp, columns, q_stage, nothing);
+        add_own(dk, dp, columns, q_stage, nothing); /* dK += dS^T Q */
         return own_dq;
     }
     __device__ __forceinline__ void add_last_dq(int stage, int last_dq) const {
@@ -283,9 +286,10 @@ template <class F> struct BwdWarp {
         const int own_dq = dq_tile(now, row_tile);
         begin(now, stage);
         float s[M][NQ][4] = {}, dp[M][NQ][4] = {};
-        add_scores(s);
+        add_scores(s); /* S^T = K Q^T */
         const Interval full = load_full(smem_s + S::target);
         hide(s, full);
+        /* dP^T = V dO^T, and P^T = 2^(S^T - lse) between its products */
         add_dp(dp, [&](int n) {
             to_p(s, n);
             if (!F::MODIFIED) store_p(s, n);
@@ -294,11 +298,13 @@ template <class F> struct BwdWarp {
         const smem_addr columns = columns_of_q(lane);
         bar_sync(1 + warp_kv, X::SHARERS * 32); /* P^T of the pair is complete */
         const smem_addr p_base = frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
+        /* dV += P^T dO, and dS^T = P^T (dP^T - delta) between its products */
         add_shared(dv, p_base, columns, grad_out_stage, [&](int n) {
             to_ds(s, dp, n);
             store_ds(dp, n);
         });
         __syncthreads(); /* dS^T of the pair is complete; for dQ, that of all warps */
+        /* dK += dS^T Q; dQ += dS K */
         add_shared(dk, p_base + Scores::bytes, columns, q_stage, [](int) {});
         if (F::ADD) add_dq(g.dq_sum, own_dq, smem_s + S::scores + Scores::bytes);
     }
@@ -310,9 +316,10 @@ template <class F> struct BwdWarp {
         const int own_dq = dq_tile(now, row_tile);
         begin(now, stage);
         float s[M][NQ][4] = {}, dp[M][NQ][4] = {};
-        add_scores(s);
+        add_scores(s); /* S^T = K Q^T */
         const Interval full = load_full(smem_s + S::target);
         hide(s, full);
+        /* dP^T = V dO^T, and P^T = 2^(S^T - lse) between its products */
         add_dp(dp, [&](int n) { to_p(s, n); });
         modify(s, dp, full, nothing);
         const smem_addr columns = columns_of_q(lane);
@@ -324,6 +331,7 @@ template <class F> struct BwdWarp {
         }
         __syncthreads(); /* P^T and dS^T of the sharers are complete; for dQ, those of all warps */
         const smem_addr p_base = frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
+        /* dV += P^T dO; dK += dS^T Q; dQ += dS K */
         add_shared(dv, p_base, columns, grad_out_stage, nothing);
         add_shared(dk, p_base + Scores::bytes, columns, q_stage, nothing);
         if (F::ADD) add_dq(g.dq_sum, own_dq, smem_s + S::scores + Scores::bytes);
