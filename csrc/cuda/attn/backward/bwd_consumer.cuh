@@ -520,15 +520,14 @@ gk_status hopper_params(const gk_context *ctx, const gk_flash_attn_bwd_args *a, 
     return status;
 }
 
+/* Runs the kernels of a call whose parameters are complete. */
 template <class T, class Consumer>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+gk_status run_kernels(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const gk_plan *plan,
+                      const typename Consumer::Params &x) {
     typedef typename Consumer::Tile Tile;
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    BwdHopperParams x = {};
-    gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
     const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
     const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
-    if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, x.rows_done, cleared);
+    gk_status status = cleared > 0 ? clear_memory(OP, ctx, x.rows_done, cleared) : GK_OK;
     if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
     if (status == GK_OK)
         status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
@@ -538,6 +537,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
     return launch<flash_attn_bwd_round_kernel<T, Tile, typename Consumer::Grad>>(
         OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2, x.g);
+}
+
+template <class T, class Consumer>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
+    BwdHopperParams x = {};
+    const gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
+    return status == GK_OK ? run_kernels<T, Consumer>(ctx, a, plan, x) : status;
 }
 
 /* One instance. MODIFIED: with softcap or ALiBi. ORDERED: dQ is added in a fixed order. */

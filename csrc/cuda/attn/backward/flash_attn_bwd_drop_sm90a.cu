@@ -42,21 +42,10 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
     typedef BwdDropConsumer<T, Tile, ORDERED> Consumer;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     BwdDropParams x = {};
-    gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
+    const gk_status status = hopper_params<Consumer>(ctx, a, plan, workspace, &x);
     x.drop = dropout_of(&a->fwd);
     x.by_row_tiles = divisor_of((uint32_t)gk_max_i64(x.g.row_tiles, 1));
-    const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
-    const size_t cleared = counters_bytes<Tile>(x.grid, x.g, ORDERED);
-    if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, x.rows_done, cleared);
-    if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
-    if (status == GK_OK)
-        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
-            OP, ctx, dim3((unsigned)plan->tasks), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
-    if (status != GK_OK) return status;
-    if (alone) return x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : GK_OK;
-    const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
-    return launch<flash_attn_bwd_round_kernel<T, Tile, T>>(OP, ctx, grid, BWD_PRE_THREADS,
-                                                           Tile::BQ * Tile::HEAD_DIM * 2, x.g);
+    return status == GK_OK ? run_kernels<T, Consumer>(ctx, a, plan, x) : status;
 }
 
 /* ---- 3. table -------------------------------------------------------------------------------- */

@@ -169,6 +169,22 @@ inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv,
     to->workspace_bytes = fwd_workspace_bytes(p);
 }
 
+/* The merge of partial results, without the strides of out, which depend on its layout. */
+inline SplitCombine fwd_combine(const FwdParams &p) {
+    const Problem &x = p.problem;
+    SplitCombine c = {};
+    c.out_splits = p.out_splits;
+    c.lse_splits = p.lse_splits;
+    c.splits = p.splits;
+    c.rows = p.split_rows;
+    c.head_dim_v = x.head_dim_v;
+    c.out = (void *)x.out.data;
+    c.lse = (float *)x.lse.data;
+    c.sinks = x.rules.sinks;
+    c.sinks_dtype = x.rules.sinks_dtype;
+    return c;
+}
+
 /* Runs what follows the kernel: the merge of partial results, then the rows of `out` that belong
  * to no sequence. */
 template <class T>
@@ -176,16 +192,7 @@ inline gk_status fwd_finish(const char *op, const gk_context *ctx, const gk_flas
                             const FwdParams &p) {
     const Problem &x = p.problem;
     if ((p.splits > 1 || fwd_by_parts(a)) && !fwd_is_part(a, p) && p.split_rows > 0) {
-        SplitCombine c = {};
-        c.out_splits = p.out_splits;
-        c.lse_splits = p.lse_splits;
-        c.splits = p.splits;
-        c.rows = p.split_rows;
-        c.head_dim_v = x.head_dim_v;
-        c.out = (void *)x.out.data;
-        c.lse = (float *)x.lse.data;
-        c.sinks = x.rules.sinks;
-        c.sinks_dtype = x.rules.sinks_dtype;
+        SplitCombine c = fwd_combine(p);
         c.accumulates = gk_accumulates(a) != 0;
         if (x.cu_q) {
             c.size_y = x.total_q;

@@ -104,16 +104,7 @@ template <class T>
 gk_status prefill_finish(const char *op, const gk_context *ctx, const FwdParams &f) {
     const Problem &p = f.problem;
     if (f.splits > 1 && f.split_rows > 0) {
-        SplitCombine c = {};
-        c.out_splits = f.out_splits;
-        c.lse_splits = f.lse_splits;
-        c.splits = f.splits;
-        c.rows = f.split_rows;
-        c.head_dim_v = p.head_dim_v;
-        c.out = (void *)p.out.data;
-        c.lse = (float *)p.lse.data;
-        c.sinks = p.rules.sinks;
-        c.sinks_dtype = p.rules.sinks_dtype;
+        SplitCombine c = fwd_combine(f);
         c.sink_z = p.rules.sink_head;
         c.size_y = (int)(f.split_rows / p.heads_q);
         c.size_z = p.heads_q;
