@@ -21,8 +21,13 @@
  *
  * P^T and dS^T in accumulators are already A operands of dV and dK. Only dQ sums over the keys of
  * all warps, so dS^T goes through shared memory for it. With large head_dims several warps share
- * the same keys, and P^T goes through shared memory, too. bwd_sm80_steps.cuh has the three orders
- * of a step; the copies of step j + 1 run under step j.
+ * the same keys (SHARERS of them). Each has a part of the rows in S and dP and a part of the
+ * columns in dK and dV, so P^T goes through shared memory, too. A step of tile j:
+ *
+ *  wait for Q_j dO_j | barrier | copy Q_j+1 dO_j+1 ..............................................
+ *    1 sharer     | dQ_j-1 from dS_j-1 | S | dP, P | dV, dS | dK
+ *    2 sharers    | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
+ *    more         | S | dP, P | dS | barrier | dV | dK | dQ
  *
  * A hidden row or key may hold NaN. P and dS are 0 there, but 0 times NaN is NaN. So NaN and inf in
  * the elements of dO, Q and K are replaced by finite numbers before the products with P and dS, if
@@ -35,7 +40,10 @@
 #ifndef GPUKERN_CUDA_BWD_SM80_CUH
 #define GPUKERN_CUDA_BWD_SM80_CUH
 
-#include "bwd_sm80_steps.cuh"
+#include "../../ptx/bar.cuh"
+#include "../../ptx/laneid.cuh"
+#include "bwd_sm80_bias.cuh"
+#include "bwd_sm80_products.cuh"
 
 namespace {
 
@@ -84,25 +92,31 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
 }
 
 /* ---- 2. the kernel --------------------------------------------------------------------------- */
-/* Grad: the type of dK and dV, T or float. The other parameters are those of BwdForm. */
+/* MODIFIED: softcap, ALiBi, or scales that are not positive. ADD false: another kernel computes dq.
+ * DROP: dropout; requires MODIFIED. Grad: type of dK and dV, T or float. SCORES: a mask or biases;
+ * requires MODIFIED. */
 template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T,
           bool SCORES = false>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     bwd_sm80_kernel(const __grid_constant__ typename ParamsOf<DROP, SCORES>::type g) {
-    typedef BwdForm<T, Tile, MODIFIED, ADD, DROP, SCORES> Form;
     typedef Shape<Tile> X;
     typedef Smem<Tile> S;
     typedef typename X::Keys Keys;
-    constexpr int BQ = X::BQ, BKV = X::BKV;
+    typedef typename X::Queries Queries;
+    typedef typename X::Scores Scores;
+    constexpr int D = X::D, BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8,
+                  KEYS_W = X::M * 16;
+    constexpr bool SHARED = X::SHARERS > 1;
+    /* two sharers have enough scores a warp to be worth one more barrier (2.6) */
+    constexpr bool PAIRS = X::SHARERS == 2;
     static_assert(Tile::stages == 2, "a step computes on one stage while the other fills");
-    static_assert(!SCORES || (GK_MASK_TILE % BQ == 0 && GK_MASK_TILE % BKV == 0),
-                  "a step lies in one block of a mask");
     extern __shared__ __align__(128) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     const Problem &p = g.p;
-    BwdWarp<Form> own(g, smem_s);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int warp_kv = warp % X::WARPS_KV, sharer = warp / X::WARPS_KV;
 
-    /* 2.1 the block's keys, and the rows that see them */
+    /* 2.1 which keys, which rows */
     const int kv_tiles = (p.seq_k + BKV - 1) / BKV;
     const int j0 = blockIdx.x % kv_tiles * BKV;
     const int kv_head = blockIdx.x / kv_tiles % p.heads_kv, b = blockIdx.x / kv_tiles / p.heads_kv;
@@ -121,31 +135,41 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     const int row_tile = row_tile_of(g, s, b);
     if (threadIdx.x == 0) {
         const Interval full = full_tiles(s, j0, BKV, BQ);
-        store_target(smem_s + S::target,
-                     (Grad *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head +
-                         ((int64_t)s.k0 + j0) * g.dk.row,
-                     (Grad *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head +
-                         ((int64_t)s.k0 + j0) * g.dv.row,
-                     full, s.seq_k - j0);
-        store_range(smem_s + S::range, {tile_lo, tile_hi, (kv_head + 1) * p.group, row_tile});
+        store_pair(smem_s + S::target,
+                   (Grad *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head +
+                       ((int64_t)s.k0 + j0) * g.dk.row,
+                   (Grad *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head +
+                       ((int64_t)s.k0 + j0) * g.dv.row);
+        st_shared_128(smem_s + S::target + 16, make_uint4(full.lo, full.hi, s.seq_k - j0, 0));
+        st_shared_128(smem_s + S::range,
+                      make_uint4(tile_lo, tile_hi, (kv_head + 1) * p.group, row_tile));
         store_span(smem_s + S::span, s.span);
         store_source(smem_s + S::source, (const T *)p.q.data + b * p.q.batch + s.q0 * p.q.row,
                      (const T *)g.grad_out.data + b * g.grad_out.batch + s.q0 * g.grad_out.row,
                      rows_all, span_clamp(s.diagonal), b);
     }
     __syncthreads(); /* the values above are visible to all threads */
+    /* 2.2 a lane's addresses */
+    const smem_addr k_base = frag_a_base<Keys>(smem_s + S::k, lane, warp_kv * KEYS_W);
+    const smem_addr q_base = frag_b_base<Queries>(smem_s + S::q, lane, sharer * X::ROWS_W);
+    const smem_addr scores_base =
+        smem_s + S::scores + Scores::offset(warp_kv * KEYS_W + lane / 4, sharer * X::ROWS_W / 8) +
+        lane % 4 * 4;
+    /* row and key of the lane's first accumulator of S^T */
+    const int lane_row = sharer * X::ROWS_W + lane % 4 * 2;
+    const int lane_key = j0 + warp_kv * KEYS_W + lane / 4;
 
-    /* 2.2 the copies of K, V and the first step */
-    own.start(j0);
-    float dk[X::M][X::COLS_W / 8][4] = {}, dv[X::M][X::COLS_W / 8][4] = {};
-    BwdStep now = {tile_lo, kv_head * p.group};
-    int stage = 0;
+    float dk[X::M][NC][4] = {}, dv[X::M][NC][4] = {};
+    int head = kv_head * p.group, tile = tile_lo, stage = 0;
+    static_assert(!SCORES || (GK_MASK_TILE % BQ == 0 && GK_MASK_TILE % BKV == 0),
+                  "a step lies in one block of a mask");
     bool more = tile_lo < tile_hi;
     if constexpr (SCORES)
-        more = more && seen_step<Tile>(g, b, j0, tile_lo, tile_hi, (kv_head + 1) * p.group,
-                                       &now.head, &now.tile);
-    int last_dq = -1; /* own keys: where the previous step's dQ belongs, in tiles of dq_sum */
-    own.scale_log2 = (float)p.rules.scale * LOG2_E;
+        more = more &&
+               seen_step<Tile>(g, b, j0, tile_lo, tile_hi, (kv_head + 1) * p.group, &head, &tile);
+    int last_dq = -1; /* where the previous step's dQ belongs, in tiles of dq_sum */
+    const float scale_log2 = (float)p.rules.scale * LOG2_E;
+
     if (more) {
         copy_rows<Keys, X::THREADS>(smem_s + S::k,
                                     (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head +
@@ -155,46 +179,155 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                                     (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head +
                                         ((int64_t)s.k0 + j0) * p.v.row,
                                     p.v.row, seen.lo - j0, seen.hi - j0, p.head_dim_v);
-        copy_step<T, Tile>(g, smem_s, 0, now.head, now.tile, own.dq_tile(now, row_tile));
+        copy_step<T, Tile>(g, smem_s, 0, head, tile, head * g.row_tiles + row_tile + tile);
     }
     cp_async_commit_group();
 
-    /* 2.3 the loop over tiles of rows */
 #pragma unroll 1
     while (more) {
-        cp_async_wait_group<0>(); /* this step's Q and dO have arrived */
-        __syncthreads();          /* the previous step's stage is free, its dS^T complete */
+        /* 2.3 this step's tiles have arrived, the previous step's may be overwritten, its dS^T
+         * is complete */
+        cp_async_wait_group<0>();
+        __syncthreads();
         const StepRange range = load_range(smem_s + S::range);
-        const bool last_tile = now.tile + 1 == range.tile_hi;
-        BwdStep next = {last_tile ? range.tile_lo : now.tile + 1,
-                        last_tile ? now.head + 1 : now.head};
+        const bool last_tile = tile + 1 == range.tile_hi;
+        int next_tile = last_tile ? range.tile_lo : tile + 1,
+            next_head = last_tile ? head + 1 : head;
         if constexpr (SCORES)
             more = seen_step<Tile>(g, load_batch(smem_s + S::source), j0, range.tile_lo,
-                                   range.tile_hi, range.head_end, &next.head, &next.tile);
+                                   range.tile_hi, range.head_end, &next_head, &next_tile);
         else
-            more = next.head < range.head_end;
+            more = next_head < range.head_end;
         if (more)
-            copy_step<T, Tile>(g, smem_s, stage ^ 1, next.head, next.tile,
-                               own.dq_tile(next, range.row_tile));
+            copy_step<T, Tile>(g, smem_s, stage ^ 1, next_head, next_tile,
+                               next_head * g.row_tiles + range.row_tile + next_tile);
         cp_async_commit_group();
-        if constexpr (X::SHARERS == 1)
-            last_dq = own.step_own_keys(now, stage, range.row_tile, last_dq, dk, dv);
-        else if constexpr (X::SHARERS == 2)
-            own.step_paired_keys(now, stage, range.row_tile, dk, dv);
+        if (ADD && !SHARED && last_dq >= 0)
+            add_dq<Tile, T, SCORES>(g.dq_sum, last_dq,
+                                    smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k,
+                                    warp, lane);
+        last_dq = head * g.row_tiles + range.row_tile + tile;
+        /* 2.4 S^T = K Q^T, hidden pairs -inf */
+        const smem_addr q_s = stage * Queries::bytes, grad_out_s = q_s + (S::grad_out - S::q);
+        const smem_addr stats_s = smem_s + S::stats + stage * (BQ * 8) + lane_row * 8;
+        const smem_addr ds_at = scores_base + (SHARED ? 1 : stage) * Scores::bytes;
+        float sc[X::M][NQ][4] = {}, dp[X::M][NQ][4] = {};
+        add_scores<X, T>(sc, k_base, q_base + q_s);
+        const Interval full = load_full(smem_s + S::target);
+        if (!MODIFIED && (tile < full.lo || tile >= full.hi))
+            mask_scores(sc, load_mask(smem_s + S::span, lane_key, tile * BQ + lane_row));
+
+        /* 2.5 dP^T = V dO^T, and between its products P^T = 2^(S^T - lse). MODIFIED: dS^T, too */
+        if constexpr (MODIFIED)
+            add_scores<X, T>(dp, k_base + (S::v - S::k), q_base + grad_out_s);
         else
-            own.step_shared_keys(now, stage, range.row_tile, dk, dv);
-        now = next;
+            add_dp<X, T>(dp, k_base + (S::v - S::k), q_base + grad_out_s, [&](int n) {
+                probabilities(sc, n, ld_shared_128(stats_s + n * 64), scale_log2);
+                if (PAIRS) store_scores<Scores, T>(scores_base, sc, n);
+            });
+        if constexpr (MODIFIED) {
+            const Mask mask = load_mask(smem_s + S::span, lane_key, tile * BQ + lane_row);
+            const Score score = load_score(smem_s + S::source, g, head);
+            /* for element [0][0][0] */
+            const float distance0 = (float)(mask.row + score.position0 - mask.key);
+            typename StepOf<X::M, SCORES>::type step;
+            if constexpr (SCORES)
+                step = step_scores<T, X::M>(g, load_batch(smem_s + S::source), head, mask,
+                                            tile >= full.lo && tile < full.hi);
+#pragma unroll
+            for (int n = 0; n < NQ; ++n) {
+                const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
+                if constexpr (SCORES) {
+                    uint4 stats = ld_shared_128(stats_s + n * 64);
+                    /* carries a NaN of dO into the weights by delta (see the head of this file) */
+                    stats.x = __float_as_uint(
+                        fmaf(__uint_as_float(stats.y), 0.f, __uint_as_float(stats.x)));
+                    stats.z = __float_as_uint(
+                        fmaf(__uint_as_float(stats.w), 0.f, __uint_as_float(stats.z)));
+                    if (!DROP && step.whole) {
+                        probabilities(sc, n, stats, scale_log2);
+                        score_gradients(sc, dp, n, stats);
+                    } else {
+                        scored_gradients<T, DROP>(g, sc, dp, n, stats, score, distance0, mask, keep,
+                                                  drop_factor(g), load_batch(smem_s + S::source),
+                                                  head, step);
+                    }
+                } else
+                    modified_gradients<DROP>(sc, dp, n, ld_shared_128(stats_s + n * 64), score,
+                                             distance0, mask, keep, drop_factor(g));
+                if (PAIRS) store_scores<Scores, T>(scores_base, sc, n);
+            }
+        }
+
+        /* 2.6 dV += P^T dO; dS^T = P^T (dP^T - delta); dK += dS^T Q; dQ += dS K */
+        /* recomputed, so that the address takes no register elsewhere */
+        const int lane_here = SHARED ? lane : laneid();
+        const smem_addr q_trans_base =
+            frag_b_trans_base<Queries>(smem_s + S::q, lane_here, 0, sharer * X::COLS_W / 8);
+        if constexpr (X::SHARERS == 1) { /* P^T and dS^T stay in registers; dQ is a step late */
+            add_own<X, T, SCORES>(dv, sc, q_trans_base, grad_out_s, [&](int n) {
+                if (!MODIFIED) score_gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
+                if (ADD) store_scores<Scores, T>(ds_at, dp, n);
+            });
+            add_own<X, T, SCORES>(dk, dp, q_trans_base, q_s, [](int) {});
+        } else {
+            const smem_addr p_base =
+                frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
+            if constexpr (PAIRS) { /* P^T is stored; dS^T between the products of dV */
+                bar_sync(1 + warp_kv, X::SHARERS * 32); /* P^T of the pair is complete */
+#pragma unroll
+                for (int kk = 0; kk < BQ / 16; ++kk) {
+                    uint32_t a[X::M][4];
+                    load_scores<Scores>(a, p_base, kk);
+                    mma_columns<Queries, T, SCORES>(
+                        dv, a, Queries::down(q_trans_base + grad_out_s, 16 * kk));
+#pragma unroll
+                    for (int n = NQ * kk / (BQ / 16); n < NQ * (kk + 1) / (BQ / 16); ++n) {
+                        if (!MODIFIED) score_gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
+                        store_scores<Scores, T>(ds_at, dp, n);
+                    }
+                }
+                __syncthreads(); /* dS^T of the pair is complete; for dQ, that of all warps */
+            } else {             /* a warp has few scores: all stores in one place */
+#pragma unroll
+                for (int n = 0; n < NQ; ++n) {
+                    store_scores<Scores, T>(scores_base, sc, n);
+                    if (!MODIFIED) score_gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
+                    store_scores<Scores, T>(ds_at, dp, n);
+                }
+                __syncthreads(); /* P^T and dS^T of all sharers are complete; for dQ, those of all
+                                    warps */
+#pragma unroll
+                for (int kk = 0; kk < BQ / 16; ++kk) {
+                    uint32_t a[X::M][4];
+                    load_scores<Scores>(a, p_base, kk);
+                    mma_columns<Queries, T, SCORES>(
+                        dv, a, Queries::down(q_trans_base + grad_out_s, 16 * kk));
+                }
+            }
+#pragma unroll
+            for (int kk = 0; kk < BQ / 16; ++kk) {
+                uint32_t a[X::M][4];
+                load_scores<Scores>(a, p_base + Scores::bytes, kk);
+                mma_columns<Queries, T, SCORES>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
+            }
+            if (ADD)
+                add_dq<Tile, T, SCORES>(g.dq_sum, last_dq, smem_s + S::scores + Scores::bytes,
+                                        smem_s + S::k, warp, lane);
+        }
+        tile = next_tile;
+        head = next_head;
         stage ^= 1;
     }
-
-    /* 2.4 the last dQ, then dK and dV through the tiles of K and V */
+    /* 2.7 the last dQ; dK and dV through the tiles of K and V */
     cp_async_wait_group<0>();
     __syncthreads(); /* the last dS^T is complete */
-    if (X::SHARERS == 1 && ADD && last_dq >= 0) {
-        own.add_last_dq(stage, last_dq);
+    if (ADD && !SHARED && last_dq >= 0) {
+        add_dq<Tile, T, SCORES>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
+                                smem_s + S::k, warp, lane);
         __syncthreads(); /* K is no longer read */
     }
-    store_keys<T, Tile, Grad>(g, smem_s, dk, dv, own.warp_kv, own.sharer, own.lane);
+    store_keys<T, Tile, Grad>(g, smem_s, dk, dv, warp_kv, sharer, lane);
 }
 
 } // namespace

@@ -97,6 +97,14 @@ __device__ __forceinline__ StepScores<M> step_scores(const G &g, int b, int head
     return y;
 }
 
+/* What a step holds of the mask and the biases; nothing without SCORES. */
+template <int M, bool SCORES> struct StepOf {
+    struct type {};
+};
+template <int M> struct StepOf<M, true> {
+    typedef StepScores<M> type;
+};
+
 /* ---- 4. P and dS, and the gradients of the biases -------------------------------------------- */
 /* Stores the gradients ds of the pairs into the gradient of the bias, or adds them, and adds them
  * to the gradient of the distance bias. i, j: query and key of ds[0][0]; the layout is that of

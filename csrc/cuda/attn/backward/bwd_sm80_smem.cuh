@@ -104,22 +104,12 @@ __device__ __forceinline__ void store_span(smem_addr at_s, const Span &x) {
 struct StepRange {
     int tile_lo, tile_hi, head_end, row_tile;
 };
-__device__ __forceinline__ void store_range(smem_addr at_s, const StepRange &x) {
-    st_shared_128(at_s, make_uint4(x.tile_lo, x.tile_hi, x.head_end, x.row_tile));
-}
 __device__ __forceinline__ StepRange load_range(smem_addr at_s) {
     const uint4 x = ld_shared_128(at_s);
     return {(int)x.x, (int)x.y, (int)x.z, (int)x.w};
 }
 
-/* Stores where dk and dv go, the tiles of rows that see all of the block's keys, and the number of
- * keys from the block's first to the end of the sequence. */
-template <class Grad>
-__device__ __forceinline__ void store_target(smem_addr at_s, Grad *dk, Grad *dv, Interval full,
-                                             int keys) {
-    store_pair(at_s, dk, dv);
-    st_shared_128(at_s + 16, make_uint4(full.lo, full.hi, keys, 0));
-}
+/* The tiles of rows that see all of the block's keys, behind the addresses of dk and dv. */
 __device__ __forceinline__ Interval load_full(smem_addr at_s) {
     const uint2 x = ld_shared_64(at_s + 16);
     return {(int)x.x, (int)x.y};
