@@ -279,6 +279,18 @@ def test_scales_of_int8_along_k(device):
     assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), **how) + 0)
 
 
+@pytest.mark.parametrize("dtype", (E4M3, I8))
+def test_an_empty_sum_is_0(dtype):
+    """On the CPU, a group of no k is 0 where scales are NaN. (On CUDA it is NaN.)"""
+    a, b = torch.ones(3, 4).to(dtype), torch.ones(4, 5).to(dtype)
+    scale = torch.tensor([[2.0], [float("nan")], [1.0]])
+    how = dict(scale_a=scale, scale_b=torch.ones(1, 5), out_dtype=torch.float32)
+    got = torch_gpukern.grouped_gemm(a, b, offs((0, 4, 4), "cpu"), **how)
+    want = reference.grouped_gemm(a, b, offs((0, 4, 4), "cpu"), **how)
+    assert got[1, 1].isnan().all() and not got[0].any() and not got[2].any()
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_fast_sums_of_small_integers(device):
     """Sums of at most 2560, which 13 bits hold, in any grouping of k."""
     gen = generator("grouped fast")

@@ -116,6 +116,10 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
             p.e.out = (char *)g->out.data + out_bytes * begin * n;
         } else {
             p.k = end - begin;
+            if (p.k == 0) { /* an empty sum is 0, also where a scale is NaN */
+                p.scale_a.data = NULL;
+                p.scale_b.data = NULL;
+            }
             p.b = at(g->b.data, b_bytes * begin * p.b_k);
             p.e.out = (char *)g->out.data + out_bytes * i * p.m * n;
         }
