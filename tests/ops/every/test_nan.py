@@ -195,7 +195,7 @@ CASES = {
         paged,
         BF16,
         dict(queries=(80, 80), code=E4M3),
-        "paged_prefill_relay_sm90a_bf16" + SPLIT,
+        "paged_prefill_decoded_sm90a_bf16" + SPLIT,
     ),
     "latent": (
         paged,

@@ -265,11 +265,24 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         const smem_addr q_trans_base =
             frag_b_trans_base<Queries>(smem_s + S::q, lane_here, 0, sharer * X::COLS_W / 8);
         if constexpr (X::SHARERS == 1) { /* P^T and dS^T stay in registers; dQ is a step late */
-            add_own<X, T, SCORES>(dv, sc, q_trans_base, grad_out_s, [&](int n) {
-                if (!MODIFIED) score_gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
-                if (ADD) store_scores<Scores, T>(ds_at, dp, n);
-            });
-            add_own<X, T, SCORES>(dk, dp, q_trans_base, q_s, [](int) {});
+#pragma unroll
+            for (int kk = 0; kk < NQ / 2; ++kk) {
+                uint32_t a[X::M][4];
+                pack_scores<T>(a, sc, kk);
+                mma_columns<Queries, T, SCORES>(dv, a,
+                                                Queries::down(q_trans_base + grad_out_s, 16 * kk));
+#pragma unroll
+                for (int n = 2 * kk; n < 2 * kk + 2; ++n) {
+                    if (!MODIFIED) score_gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
+                    if (ADD) store_scores<Scores, T>(ds_at, dp, n);
+                }
+            }
+#pragma unroll
+            for (int kk = 0; kk < NQ / 2; ++kk) {
+                uint32_t a[X::M][4];
+                pack_scores<T>(a, dp, kk);
+                mma_columns<Queries, T, SCORES>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
+            }
         } else {
             const smem_addr p_base =
                 frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);

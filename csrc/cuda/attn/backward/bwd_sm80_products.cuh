@@ -39,22 +39,12 @@ __device__ __forceinline__ void load_scores(uint32_t (&a)[M][4], smem_addr a_bas
     for (int m = 0; m < M; ++m)
         load_frag_a(a[m], Scores::down(Scores::along(a_base, 2 * kk), 16 * m));
 }
-/* c += A B: dV += P^T dO or dK += dS^T Q, with A from registers. b_base, b_stage: the columns of
- * the first stage of Q, and the stage of dO or Q. Calls between(n) for each group n of eight rows,
- * between the products. */
-template <class X, class T, bool SCORES, int M, int N, int NQ, class Between>
-__device__ __forceinline__ void add_own(float (&c)[M][N][4], const float (&from)[M][NQ][4],
-                                        smem_addr b_base, int b_stage, const Between &between) {
+/* The same operand from the warp's own accumulators of P^T or dS^T. */
+template <class T, int M, int N>
+__device__ __forceinline__ void pack_scores(uint32_t (&a)[M][4], const float (&c)[M][N][4],
+                                            int kk) {
 #pragma unroll
-    for (int kk = 0; kk < NQ / 2; ++kk) {
-        uint32_t a[M][4];
-#pragma unroll
-        for (int m = 0; m < M; ++m) acc_to_a<T>(a[m], from[m][2 * kk], from[m][2 * kk + 1]);
-        mma_columns<typename X::Queries, T, SCORES>(c, a,
-                                                    X::Queries::down(b_base + b_stage, 16 * kk));
-#pragma unroll
-        for (int n = 2 * kk; n < 2 * kk + 2; ++n) between(n);
-    }
+    for (int m = 0; m < M; ++m) acc_to_a<T>(a[m], c[m][2 * kk], c[m][2 * kk + 1]);
 }
 /* Computes dQ [BQ][D] of a tile and adds it into dq_sum. The threads of a warp add to 128
  * contiguous bytes. */
