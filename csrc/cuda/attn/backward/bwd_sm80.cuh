@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     typedef typename X::Keys Keys;
     typedef typename X::Queries Queries;
     typedef typename X::Scores Scores;
-    constexpr int D = X::D, BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8,
+    constexpr int BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8,
                   KEYS_W = X::M * 16;
     constexpr bool SHARED = X::SHARERS > 1;
     /* two sharers have enough scores a warp to be worth one more barrier (2.6) */
