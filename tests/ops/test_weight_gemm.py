@@ -225,6 +225,23 @@ def test_scales_at_the_ends_of_e8m0(device):
         assert got[:, 3].abs().max() <= 1e-30
 
 
+@pytest.mark.parametrize("m", (1, 8, 9, 40))
+@pytest.mark.parametrize("k", (16, 33, 64, 100))
+def test_codes_beyond_k_do_not_count_whatever_the_scale(k, m, device):
+    """Code 0 of uint4 minus 8 times this scale is an infinity in float16."""
+    q = torch.full((70, k), 8, dtype=torch.uint8)
+    q[:, 0] = torch.arange(70) % 3 + 7
+    packed = ops.pack_weight(q, "uint4").to(device)
+    a = torch.ones(m, k, dtype=torch.float16, device=device)
+    scale = torch.full((1, 70), 1e4, device=device)
+    want = (q[:, 0].double() - 8) * 1e4
+    out = ops.weight_gemm(a, packed, scale, 70, "uint4")
+    assert torch.equal(out.cpu().double(), want.expand(m, -1))
+    rows = torch.tensor([m], dtype=torch.int32, device=device)
+    wide = torch.full((1, 128), 1e4, device=device)
+    assert torch.equal(ops.weight_gemm(a, packed, wide, 70, "uint4", offs=rows), out)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_activations_of_8_bits(format, device):
     for m, n, k, group in [(1, 70, 128, 32), (40, 130, 400, 128), (7, 64, 100, None)]:

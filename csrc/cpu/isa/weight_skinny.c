@@ -95,6 +95,12 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
     const bool is_4_bit = gk_is_4_bit(format);
     const float *a = jb->a + tile_k * 4 * WORDS;
     const int64_t a_row = jb->p.tiles_k * 4 * WORDS;
+    /* Weights beyond K are made 0, because code 0 of uint4 may be an infinity in float16. */
+    const bool cut = jb->p.k - tile_k * GK_TILE < GK_TILE;
+    int32_t inside[4][WORDS];
+    for (int v = 0; cut && v < 4; ++v)
+        for (int lane = 0; lane < WORDS; ++lane)
+            inside[v][lane] = -(tile_k * GK_TILE + k_of(is_4_bit, v, lane) < jb->p.k);
     for (int r = 0; r < GK_TILE; ++r) {
         if (r % 16 >= 8) continue;
         const int thread = 32 * (r >> 4) + 4 * (r & 7);
@@ -115,6 +121,9 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
                     if (format == GK_UINT4 && jb->g->zero) value[v] += 8 - vf_load(zero + part * W);
                     value[v] =
                         rounded(value[v] * vf_load(scale + part * W) * jb->global_scale, dtype);
+                    if (cut)
+                        value[v] = (vf)((vi)value[v] &
+                                        vi_load_bytes((const uint8_t *)(inside[v] + part * W)));
                 }
                 for (int64_t i = 0; i < m; ++i) {
                     const float *x = a + i * a_row + part * W;
