@@ -259,6 +259,30 @@ def test_states_pickles_and_dtypes(recipe, tmp_path):
         third.load_state_dict(layer.state_dict())
 
 
+@pytest.mark.parametrize("recipe", SERVED)
+def test_torch_func(recipe):
+    """Gradients and per-sample gradients by torch.func equal those of autograd."""
+    layer = moe()
+    gnn.quantize(layer, recipe, say=None, skip=("router",))
+    x = randn(generator("func", recipe), 3, 5, layer.hidden_size)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, t):
+        return torch.func.functional_call(layer, parameters, (t,)).square().sum()
+
+    each = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), (None, 0))(parameters, x)
+    alone = torch.func.grad(loss, argnums=(0, 1))(parameters, x[0])
+    for i, t in enumerate(x):
+        t = t.clone().requires_grad_()
+        wanted = torch.autograd.grad(loss(parameters, t), [*parameters.values(), t])
+        got = [*(g[i] for g in each[0].values()), each[1][i]]
+        for a, b in zip(got, wanted, strict=True):
+            assert relative(a, b) < 1e-5
+        if i == 0:
+            for a, b in zip([*alone[0].values(), alone[1]], wanted, strict=True):
+                assert relative(a, b) < 1e-5
+
+
 def test_what_is_left_and_why(capsys):
     model = torch.nn.Sequential(torch.nn.Linear(K, K), moe())
     done = gnn.quantize(model, "mxfp8", skip=("1.router",))

@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ..._library import transforms_active
 from ...ops import (
     dequantize,
     grouped_gemm,
@@ -122,7 +124,8 @@ class PackedExperts:
             rows.requires_grad or (bias is not None and bias.requires_grad)
         ):
             about = (self.recipe, self.shape, tuple(self.tensors))
-            return _StraightThrough.apply(rows, bias, ends, about, *self.tensors.values())
+            through = _Transformable if transforms_active() else _StraightThrough
+            return through.apply(rows, bias, ends, about, *self.tensors.values())
         return self._product(rows, ends, bias)
 
     def times_swiglu(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -229,35 +232,53 @@ def _decoded(recipe: str, t: Tensors, n: int, k: int, dtype: torch.dtype) -> Ten
     return dequantize(codes, each, dtype=dtype)
 
 
+def _product_of(
+    rows: Tensor, bias: Tensor | None, ends: Tensor, about: tuple, *tensors: Tensor
+) -> Tensor:
+    recipe, shape, names = about
+    packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
+    with torch.no_grad():
+        return packed._product(rows, ends, bias)
+
+
+def _keep(ctx: Any, inputs: tuple, output: Any = None) -> None:
+    rows, bias, ends, about, *tensors = inputs
+    ctx.save_for_backward(ends, *tensors)
+    ctx.about = about, rows.dtype, None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, grad: Tensor):
+    (recipe, shape, names), dtype, bias_dtype = ctx.about
+    ends, *tensors = ctx.saved_tensors
+    rows = bias = None
+    if ctx.needs_input_grad[0]:
+        half = half_of(grad)
+        packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
+        rows = grouped_gemm(grad.to(half), packed.decoded(half), ends, out_dtype=dtype)
+    if ctx.needs_input_grad[1]:
+        bias = bias_gradient(grad.contiguous(), ends, True, 2, bias_dtype)
+    return rows, bias, None, None, *[None] * len(tensors)
+
+
 class _StraightThrough(torch.autograd.Function):
     """The products of `PackedExperts`. The gradient of rows is that of a product with the decoded
     weights, as if nothing had been rounded; the weights have none."""
 
-    generate_vmap_rule = False
-
     @staticmethod
     def forward(ctx: Any, *inputs: Any):
-        rows, bias, ends, about, *tensors = inputs
-        recipe, shape, names = about
-        ctx.save_for_backward(ends, *tensors)
-        ctx.about = about, rows.dtype, None if bias is None else bias.dtype
-        packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
-        with torch.no_grad():
-            return packed._product(rows, ends, bias)
+        _keep(ctx, inputs)
+        return _product_of(*inputs)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor):
-        (recipe, shape, names), dtype, bias_dtype = ctx.about
-        ends, *tensors = ctx.saved_tensors
-        rows = bias = None
-        if ctx.needs_input_grad[0]:
-            half = half_of(grad)
-            packed = PackedExperts(recipe, dict(zip(names, tensors, strict=True)), shape)
-            rows = grouped_gemm(grad.to(half), packed.decoded(half), ends, out_dtype=dtype)
-        if ctx.needs_input_grad[1]:
-            bias = bias_gradient(grad.contiguous(), ends, True, 2, bias_dtype)
-        return rows, bias, None, None, *[None] * len(tensors)
+    backward = staticmethod(once_differentiable(_gradients))
+
+
+class _Transformable(torch.autograd.Function):
+    """That in the form that torch.func asks for, which takes the host longer."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_product_of)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_gradients)
 
 
 # ---- modules -------------------------------------------------------------------------------------
