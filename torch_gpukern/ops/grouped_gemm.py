@@ -61,7 +61,8 @@ def grouped_gemm(
     NotImplementedError. Under autocast a, b and bias are cast, unless a or b is 8-bit.
 
     Raises:
-        ValueError: a dtype or shape that the op does not take.
+        ValueError: a dtype or shape that the op does not take; int8 with K over 131071 and scales
+            that do not vary along K, because a sum may overflow int32. Groups of k may be shorter.
         IndexError: offs that decrease or exceed the rows. On CUDA they are clamped, and the next
             call or `check_errors` raises.
 
