@@ -95,8 +95,9 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
     const bool is_4_bit = gk_is_4_bit(format);
     const float *a = jb->a + tile_k * 4 * WORDS;
     const int64_t a_row = jb->p.tiles_k * 4 * WORDS;
-    /* Weights beyond K are made 0, because code 0 of uint4 may be an infinity in float16. */
-    const bool cut = jb->p.k - tile_k * GK_TILE < GK_TILE;
+    /* Weights beyond K are made 0 for uint4, whose code 0 may be an infinity in float16. Those of
+     * the other formats are 0. */
+    const bool cut = format == GK_UINT4 && jb->p.k - tile_k * GK_TILE < GK_TILE;
     int32_t inside[4][WORDS];
     for (int v = 0; cut && v < 4; ++v)
         for (int lane = 0; lane < WORDS; ++lane)
