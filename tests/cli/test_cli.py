@@ -283,8 +283,8 @@ def test_a_described_gpu_answers_as_a_real_one():
     ):
         here = torch_gpukern.explain(op, *(tensor.cuda() for tensor in call))
         there = torch_gpukern.explain(op, *call, arch=arch)
-        assert [here[k] for k in ("row", "isa", "tile")] == [
-            there[k] for k in ("row", "isa", "tile")
+        assert [here[k] for k in ("instance", "isa", "tile")] == [
+            there[k] for k in ("instance", "isa", "tile")
         ]
 
 

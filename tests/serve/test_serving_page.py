@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from torch_gpukern.serve import Request, call, command
+from torch_gpukern.serve.captured import Shapes
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
@@ -41,6 +42,17 @@ def test_the_table_has_every_field_of_the_drawing():
     named = set(re.findall(r"`(\w+)`", "".join(x.split("|")[1] for x in table.splitlines() if x)))
     assert {*call.DRAWING, "n", "seed", "stop", "stream", "stream_options"} <= named
     assert {n for n in Request.__dataclass_fields__ if n in named} >= set(call.DRAWING)
+
+
+def test_the_page_counts_the_captured_steps():
+    shapes, trees = Shapes.upto(256, 3, 1), Shapes.upto(256, 3, 2)
+    gib = sum(shape.rows for shape in shapes.all) * 128256 * 4 / 2**30
+    assert f"they are {len(shapes.all)}, and their logits take {gib:.1f} GiB" in PAGE
+    of = dict(
+        re.findall(r"^\| (one|with drafts|with short prompts)[^|]* \| (\d+): ", PAGE, re.MULTILINE)
+    )
+    assert [int(n) for n in of.values()] == [*map(len, shapes)]
+    assert f"(`--draft-branches 2`: {len(trees.drafts)})" in PAGE
 
 
 def test_the_program_runs(model_dir, capsys):
