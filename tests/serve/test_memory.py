@@ -9,6 +9,7 @@ from torch_gpukern.serve import Engine, Request, TransformersModel, memory
 from torch_gpukern.serve.random_models import random_llama
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+pytest_plugins = ("serve_fixtures",)
 
 
 @pytest.fixture
@@ -69,3 +70,25 @@ def test_steps_are_estimated_from_above(net):
         engine.submit(Request([i + 1] * 8, max_tokens=3))
     run(engine)
     assert 0 < most < memory.bytes_of_steps(net.config, 8, 64, 0)
+
+
+def test_captured_steps_are_estimated_from_above(net, on_cpu):
+    """They have up to 256 tokens, though a step that is asked for has 8."""
+    model = on_cpu(TransformersModel(net, 64), 1)
+    made = []
+    for layer in model.model.modules():
+        if type(layer).__name__ == "LlamaMLP":
+            layer.register_forward_hook(
+                lambda layer, args, out: made.append((args[0].shape[-2], out.nbytes))
+            )
+    model.prepare(1)
+    tokens, nbytes = max(made)
+    assert tokens == 256
+    wide = nbytes // net.config.hidden_size * net.config.intermediate_size
+    assert 2 * wide < memory.bytes_of_steps(net.config, 1, 8, 0)  # gate and up
+
+
+def test_no_more_requests_are_captured(net):
+    """Of 256 requests and of 1000 the same steps are captured, and more logits are in others."""
+    few, many = (memory.bytes_of_steps(net.config, n, 2048, 0) for n in (256, 1000))
+    assert many - few == memory.BYTES_OF_A_LOGIT * (1000 - 256) * net.config.vocab_size

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..nn.latent import latents_of
 from ..paged.pages import LATENT_BYTES
-from .captured import Shapes
+from .captured import CAPTURED_BATCH, Shapes
 
 GIB = 2**30
 # Bytes for each logit of a step: in the model's dtype, in float32, and what sampling makes of them.
@@ -42,8 +42,10 @@ def bytes_of_steps(
         row = config.kv_lora_rank + config.qk_rope_head_dim
         head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
         per_token += config.num_attention_heads * (3 * row + 3 * head)
-    activations = 4 * step_tokens * per_token
-    captured = [shape.rows for shape in Shapes.upto(batch, drafts, branches).all]
+    shapes = Shapes.upto(min(batch, CAPTURED_BATCH), drafts, branches).all
+    # a captured step may have more tokens than any step that is asked for
+    activations = 4 * max(step_tokens, *(shape.tokens for shape in shapes)) * per_token
+    captured = [shape.rows for shape in shapes]
     rows = min(batch * (1 + drafts * branches), step_tokens) + max(captured)
     bytes_of_logits = BYTES_OF_A_LOGIT * rows + BYTES_OF_A_CAPTURED_LOGIT * sum(captured)
     return activations + bytes_of_logits * config.vocab_size
