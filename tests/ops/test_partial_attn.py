@@ -80,6 +80,41 @@ def test_float32_results_of_16_bits_are_not_rounded(dtype, device):
                 assert rms(a, ref) < 0.98 * rms(b, ref), (case, name, rms(a, ref), rms(b, ref))
 
 
+@pytest.mark.parametrize("dtype", (F32, BF16, F64), ids=str)
+def test_what_is_not_finite_stays_when_parts_are_merged(dtype, device):
+    """NaN and infinities of the keys of either part come out as from attn_merge."""
+    gen = generator("partial nan")
+    q, k, v = (randn(gen, 1, 2, 70, 32, dtype=dtype).to(device) for _ in range(3))
+    parts = slice(0, 40), slice(40, 70)
+    like = {"out_dtype": F64 if dtype == F64 else F32}
+    for part, bad in ((p, b) for p in (0, 1) for b in (math.nan, math.inf, -math.inf)):
+        for name in ("k", "v"):
+            mine = {"k": k.clone(), "v": v.clone()}
+            mine[name][0, 1, parts[part].start + 5, 3] = bad
+            given = [(mine["k"][:, :, s], mine["v"][:, :, s]) for s in parts]
+            want = gk.attn_merge(*(x for kv in given for x in ops.flash_attn_fwd(q, *kv, **like)))
+            out, lse = ops.flash_attn_fwd(q, *given[0], **like)
+            ops.flash_attn_accumulate(q, *given[1], out, lse)
+            what = f"{name} of part {part} with {bad}"
+            assert not wide(out)[0, 1].isfinite().all() and wide(out)[0, 0].isfinite().all(), what
+            for got, ref in zip((out, lse), want, strict=True):
+                torch.testing.assert_close(
+                    got,
+                    ref,
+                    atol=2e-6,
+                    rtol=2e-5,
+                    equal_nan=True,
+                    msg=lambda m, w=what: f"{w}: {m}",
+                )
+    # and beside rows that see no key of the second part
+    k[0, 1, 5, 3] = math.nan
+    out, lse = ops.flash_attn_fwd(q, k[:, :, :40], v[:, :, :40], **like)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    ops.flash_attn_accumulate(q, k[:, :, 40:], v[:, :, 40:], out, lse, kv_end=none)
+    assert out[0, 1].isnan().all() and lse[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all() and lse[0, 0].isfinite().all()
+
+
 def test_float32_results_of_packed_calls(device):
     """Packed calls in float32. Tokens of no sequence have out 0 and lse -inf."""
     gen, cu = (

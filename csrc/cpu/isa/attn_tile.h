@@ -370,13 +370,15 @@ INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, i
 
 /* ---- storing the result ---------------------------------------------------------------------- */
 /* Merges two results over different keys, with lse `other` and `own`:
- * out = share * other result + (1 - share) * own result. Returns the lse over all keys. */
+ * out = share * other result + (1 - share) * own result. Returns the lse over all keys. If the
+ * other result has no keys, share is -1 and that result must not be read. A NaN of either lse is
+ * kept. */
 INLINE float attn_join(float other, float own, float *share) {
-    const double peak = other > own ? other : own;
-    if (peak == -INFINITY) {
-        *share = 0;
-        return -INFINITY;
+    if (other == -INFINITY) {
+        *share = -1;
+        return own;
     }
+    const double peak = other > own ? other : own;
     const double a = exp(other - peak), b = exp(own - peak);
     *share = (float)(a / (a + b));
     return (float)(peak + log(a + b));
@@ -404,7 +406,7 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
             for (int64_t i = 0; i < gk_min_i64(W, lanes->count - n); ++i) {
                 const int64_t at = lanes->out_at[n + i] + d;
                 vf row = (vf)r[i];
-                if (share[n + i] > 0) /* otherwise out may be uninitialised */
+                if (job->accumulates && !(share[n + i] < 0)) /* true for NaN */
                     row = share[n + i] * vf_load_dtype(job->out, GK_F32, at, job->head_dim_v - d) +
                           (1 - share[n + i]) * row;
                 vf_store_dtype(job->out, job->out_dtype, at, row, job->head_dim_v - d);
