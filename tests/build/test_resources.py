@@ -211,6 +211,7 @@ WITHOUT_PRODUCTS = (
     "prepare_distances_",
     "transpose_",
     "decode_pages_",
+    "scaled_decode_",
     "quantize_",
     "bwd_bias_",
     "flash_attn_bwd_round_",
@@ -234,7 +235,7 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
 
     tf32 has half as much of k. With swap-AB and fragments from registers, each of the four products
     has its own fence and wait. Copies (realign, lift_keys, prepare_distances, transpose),
-    decode_pages, quantize and operations along rows multiply nothing. Paged attention multiplies 8
+    decode_pages, scaled_decode, quantize and operations along rows multiply nothing. Paged attention multiplies 8
     or 16 rows by mma.sync.
     """
     found = {

@@ -339,8 +339,11 @@ struct WeightGroupedSm80Params {
     int64_t bias_group; /* bytes from group to group */
 };
 
+/* Nibbles with 32 tokens would spill if two blocks shared an SM's registers. */
 template <class T, Code C, int NT>
-__global__ void __launch_bounds__(256, NT == 1 ? 3 : 2)
+__global__ void __launch_bounds__(256, NT == 1        ? 3
+                                       : C == NIBBLES ? 1
+                                                      : 2)
     weight_grouped_sm80_kernel(WeightGroupedSm80Params x) {
     extern __shared__ __align__(128) unsigned char smem[];
     struct Found {
