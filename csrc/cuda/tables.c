@@ -258,8 +258,7 @@ static bool looks_at_rows(const gk_cuda_table *t) {
            t == &gk_weight_wgmma_4bit_table || t == &gk_weight_wgmma_8bit_table ||
            t == &gk_weight_decoded_table || t == &gk_weight_grouped_mma_table ||
            t == &gk_weight_gemm_4bit_sm80_table || t == &gk_weight_gemm_8bit_sm80_table ||
-           t == &gk_scaled_gemm_decoded_sm90a_table ||
-           t == &gk_scaled_gemm_decoded_table;
+           t == &gk_scaled_gemm_decoded_sm90a_table || t == &gk_scaled_gemm_decoded_table;
 }
 
 /* Kernels that compute the transposed result and activate two neighbours at once: two rows then

@@ -73,8 +73,8 @@ struct Gpu {
 static int mod(int a, int n) { return ((a % n) + n) % n; }
 
 /* In each step GPU r reads the chunk that GPU r - 1 wrote in the step before, so it waits for that
- * step's event. No GPU overwrites a chunk that another one still reads: the chunk that GPU r writes in
- * a step is read by GPU r + 1 in the next step, and GPU r writes other chunks until then. */
+ * step's event. No GPU overwrites a chunk that another one still reads: the chunk that GPU r writes
+ * in a step is read by GPU r + 1 in the next step, and GPU r writes other chunks until then. */
 static void all_reduce(std::vector<Gpu> &gpus, size_t n) {
     const int ranks = (int)gpus.size();
     const size_t chunk = n / ranks;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// inline_ptx: 16 tanh for each element. The hardware has an instruction for tanh that C has no name for.
+// inline_ptx: 16 tanh for each element. The hardware has an instruction for tanh that C has no name
+// for.
 //
 //   tanhf           the C library's, with an error of 1e-7: a branch, an exponential, a division,
 //                   polynomials

@@ -49,7 +49,9 @@ def test_the_page_counts_the_captured_steps():
     gib = sum(shape.rows for shape in shapes.all) * 128256 * 4 / 2**30
     assert f"they are {len(shapes.all)}, and their logits take {gib:.1f} GiB" in PAGE
     of = dict(
-        re.findall(r"^\| (one|with drafts|with short prompts)[^|]* \| (\d+)[ :]", PAGE, re.MULTILINE)
+        re.findall(
+            r"^\| (one|with drafts|with short prompts)[^|]* \| (\d+)[ :]", PAGE, re.MULTILINE
+        )
     )
     assert [int(n) for n in of.values()] == [*map(len, shapes)]
     assert f"(`--draft-branches 2`: {len(trees.drafts)})" in PAGE

@@ -32,7 +32,8 @@
  *
  * Not handled: accumulate="precise", softcap, ALiBi, strides and offsets that are not multiples of
  * 16 bytes, per-block scales with a left window or kv_start, per-block scales of q that end before
- * a tile's rows do, small seq_q with GQA. flash_attn_fp8_decoded and flash_attn_fp8_sm80 serve those.
+ * a tile's rows do, small seq_q with GQA. flash_attn_fp8_decoded and flash_attn_fp8_sm80 serve
+ * those.
  */
 #include "fp8_consumer.cuh"
 #include "fwd_loop.cuh"
