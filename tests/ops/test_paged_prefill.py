@@ -60,7 +60,7 @@ def test_kernel(tokens, heads, head_dim, page, stored, rules, row):
     )
     assert (
         torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90", **rules)[
-            "row"
+            "instance"
         ]
         == row
     )
