@@ -120,7 +120,7 @@ def test_nvfp4_experts_of_different_global_scales(device):
         assert torch.equal(other(x), want)
 
 
-@pytest.mark.parametrize("k", (64, 256, 200, 40))
+@pytest.mark.parametrize("k", (64, 256, 200, 40, 16))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("recipe", ("w4", "w8", "w4-zero", "mxfp4", "nvfp4"))
 def test_decoding_rounds_once(recipe, dtype, k, device):

@@ -211,7 +211,7 @@ def _decoded(recipe: str, t: Tensors, n: int, k: int, dtype: torch.dtype) -> Ten
     overflow.
     """
     format, scale = PACKED.get(recipe), t.get("weight_scale")
-    if format is None or scale is None or dtype is torch.float64:
+    if format in (None, "nvfp4") or scale is None or dtype is torch.float64:
         return SCHEMES[recipe].decode(t, n, k, dtype)
     groups = scale.shape[0]
     size = k if groups == 1 else next(g for g in (256, 128, 64, 32, 16) if ceil_div(k, g) == groups)
