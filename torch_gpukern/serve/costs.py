@@ -19,9 +19,9 @@ EAGER_COST = 2.5
 # 2.5 ms beyond their graph, one 1.2 (H200, contexts of 1k to 2k).
 HOST_MS, HOST_MS_EACH = 1.2, 0.1
 NEWEST = 1 / 8  # how much the newest step counts
-RETURN = (
-    1 / 100
-)  # how much each step without drafts brings back what is expected of one with drafts
+# How far each step without drafts brings the learned cost of drafts back to what is expected: without
+# it a cost that was once too high would never be measured again.
+RETURN = 1 / 100
 
 
 class Costs:
