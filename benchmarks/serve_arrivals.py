@@ -21,6 +21,7 @@ import torch
 from torch_gpukern.cli.terminal import table
 from torch_gpukern.nn import patch
 from torch_gpukern.serve import Engine, Request, TransformersModel
+from torch_gpukern.serve.load import PLAIN
 from torch_gpukern.serve.random_models import SIZES, random_llama
 
 HEADS = (
@@ -72,7 +73,7 @@ def main() -> None:
     gc.freeze()  # as the server does: no collection looks at the network
     draw = random.Random(0)
     lengths = [draw.randint(*args.prompt) for _ in range(args.requests)]
-    prompts = [[draw.randrange(3, 250) for _ in range(n)] for n in lengths]
+    prompts = [[draw.randrange(*PLAIN) for _ in range(n)] for n in lengths]
     shapes, rows = model.shapes, []
     kinds = ("not captured", "captured") * 2 if model.captured_batch else ("not captured",)
     for every in args.every:
