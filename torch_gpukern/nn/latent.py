@@ -19,6 +19,8 @@ instead of keys and values, and attends with an `Absorbed`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from ..ops import gemm
 from .layers import Linear, has_hooks
 
-__all__ = ["Absorbed", "absorbed", "is_latent", "latents_of"]
+__all__ = ["Absorbed", "absorbed", "is_latent", "latents_of", "replaced_expansion"]
 
 # The attributes by which a layer is recognised.
 WIDTHS = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
@@ -105,6 +107,22 @@ def is_plain(layer: Any) -> bool:
 def is_latent(module: nn.Module) -> bool:
     """Whether a module is an attention layer whose keys and values come from latents."""
     return hasattr(module, "kv_b_proj") and all(hasattr(module, name) for name in WIDTHS)
+
+
+@contextmanager
+def replaced_expansion(layers: Collection[Any], replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside the context the expand_kv of each layer is what `replace` makes of it."""
+    before = [(layer, vars(layer).get("expand_kv")) for layer in layers]
+    try:
+        for layer in layers:
+            layer.expand_kv = replace(layer.expand_kv)
+        yield
+    finally:
+        for layer, own in before:
+            if own is None:
+                vars(layer).pop("expand_kv", None)
+            else:
+                layer.expand_kv = own
 
 
 def absorbed(module: Any) -> Absorbed:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..nn.latent import Absorbed, absorbed, is_latent, latents_of
+from ..nn.latent import Absorbed, absorbed, is_latent, latents_of, replaced_expansion
 from ..ops import SharedPrefix, attn_merge, flash_attn_varlen, paged_attn
 from ..paged.kv_cache import PagedKVCache
 from . import captured
@@ -438,17 +438,8 @@ class TransformersModel(Model):
     def latents_kept(self) -> Iterator[None]:
         """Inside the context latent layers hand latents to attention. Outside, their keys and
         values, as other attention functions expect, or what `accelerate` has put there."""
-        before = [(m, vars(m).get("expand_kv")) for m in self.latents]
-        try:
-            for module in self.latents:
-                module.expand_kv = _kept
+        with replaced_expansion(self.latents, lambda expand: _kept):
             yield
-        finally:
-            for module, own in before:
-                if own is None:
-                    vars(module).pop("expand_kv", None)
-                else:
-                    module.expand_kv = own
 
     @staticmethod
     def _attention(

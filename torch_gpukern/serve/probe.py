@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nn.latent import replaced_expansion
 from ..paged.scales import CODES
 from .fused import is_exact
 from .models import TransformersModel
@@ -133,17 +134,8 @@ def rounded_latents(model: TransformersModel) -> Iterator[None]:
     """Inside the context latent layers expand latents that are rounded as a cache of 8 bits rounds
     them. Nothing changes for another cache."""
     layers = model.latents if model.cache.k.dtype == torch.uint8 else {}
-    before = [(layer, vars(layer).get("expand_kv")) for layer in layers]
-    try:
-        for layer in layers:
-            layer.expand_kv = _rounding(layer.expand_kv)
+    with replaced_expansion(layers, _rounding):
         yield
-    finally:
-        for layer, own in before:
-            if own is None:
-                vars(layer).pop("expand_kv", None)
-            else:
-                layer.expand_kv = own
 
 
 def _rounding(expand: Any) -> Any:
