@@ -346,8 +346,8 @@ class TransformersModel(Model):
 
     Layers of latent attention (DeepSeek's) attend over their latents (nn/latent.py); the cache
     stores nothing else. In a step with long prompts, the new tokens of a request attend to each
-    other over expanded keys and values, which is a third of the arithmetic. With dtype torch.uint8 it stores them in 8
-    bits, if they are 512 + 64 wide.
+    other over expanded keys and values, which is a third of the arithmetic. With dtype torch.uint8
+    the cache stores latents in 8 bits, if they are 512 + 64 wide.
 
     Layers in Llama's form whose norms and MLP are patched run fused (fused.py). Their weights are
     joined when the TransformersModel is made: quantise, load and patch before.
