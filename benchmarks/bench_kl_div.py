@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""kl_div with the gradient of the student's logits, beside the same formulas in eager PyTorch and
-in torch.compile.
+"""Times kl_div, with the gradient of the student's logits, against the same formulas in eager
+PyTorch and under torch.compile.
 
 python benchmarks/bench_kl_div.py [--quick] [--only forward reverse mixed] [--device cpu|cuda]
 
-forward is KL(teacher || student), reverse KL(student || teacher), mixed the Jensen-Shannon
-divergence with beta 0.5. float32 logits have a bfloat16 gradient, as in linear_kl_div. GB/s counts
-both logits read once and the gradient written once.
+forward is KL(teacher || student), reverse is KL(student || teacher), and mixed is the
+Jensen-Shannon divergence with beta 0.5. The gradient is bfloat16 for float32 logits, too, as in
+linear_kl_div. GB/s counts one read of both logits and one write of the gradient.
 """
 
 import sys
@@ -20,7 +20,7 @@ BETAS = {"forward": 0.0, "reverse": 1.0, "mixed": 0.5}
 
 
 def formulas(student: Tensor, teacher: Tensor, beta: float, dtype: torch.dtype) -> tuple:
-    """(loss, gradient by the student's logits)"""
+    """(loss [rows], gradient of its sum by the student's logits [rows, columns] in `dtype`)"""
     s, t = (x.float().log_softmax(-1) for x in (student, teacher))
     p, q = s.exp(), t.exp()
     if beta == 0:

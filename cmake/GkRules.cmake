@@ -1,12 +1,13 @@
-# The rules behind CMakeLists.txt: errors on one line, compile and link options, torch, CUDA.
+# Functions and macros of CMakeLists.txt: one-line errors, compile and link options, the search for
+# torch and CUDA, the CUDA objects, the PyTorch plugin and its type stubs.
 
-# Stops with "gpukern: ..." on one line; the leading space keeps CMake from wrapping it.
+# Stops with "gpukern: ..." on one line. CMake does not wrap a text that begins with a space.
 function(gk_fail text)
   message(FATAL_ERROR " gpukern: ${text}")
 endfunction()
 
-# Looks for a compiler in a scratch project. Without this check, enable_language() would fail with a
-# page of text.
+# Stops if no compiler for `language` works. check_language tries it in a scratch project. Without
+# this check, enable_language() would fail with a page of text.
 macro(gk_require_compiler language name what)
   check_language(${language})
   if(NOT CMAKE_${language}_COMPILER OR (IS_ABSOLUTE "${CMAKE_${language}_COMPILER}" AND
@@ -15,9 +16,9 @@ macro(gk_require_compiler language name what)
   endif()
 endmacro()
 
-# Removes -Ofast and similar flags from the user's flags, in this project only. NaN, inf and
-# subnormals must keep their meaning. With these flags, the compiler's start-up code would also make
-# every thread of a process that loads the library flush subnormals to 0.
+# Removes -Ofast and similar flags from the user's flags, in this project only, because NaN, inf and
+# subnormals must keep their meaning. A library that is linked with such a flag would also make
+# processes that load it flush subnormals to 0.
 macro(gk_without_fast_math)
   foreach(gk_flags C_FLAGS CXX_FLAGS SHARED_LINKER_FLAGS MODULE_LINKER_FLAGS EXE_LINKER_FLAGS C_FLAGS_RELEASE CXX_FLAGS_RELEASE
           C_FLAGS_RELWITHDEBINFO CXX_FLAGS_RELWITHDEBINFO)
@@ -49,8 +50,8 @@ function(gk_c_options target)
       list(APPEND c_options -O1)
     endif()
   elseif(GPUKERN_CUDA_DRAFT AND target STREQUAL "gk_base")
-    # This saves a fifth of the compiler's time, and today's processors seldom run this instruction
-    # set. With -O2, gcc does not see that loops over W elements set all of them.
+    # gk_base serves CPUs without AVX2, which are rare now, and -O2 saves a fifth of the compiler's
+    # time. With -O2, gcc does not see that a loop over W elements sets all of them and warns.
     list(APPEND c_options -O2 -Wno-maybe-uninitialized)
   elseif(GPUKERN_SANITIZE)
     list(APPEND c_options -DGK_SANITIZED -fsanitize=${GPUKERN_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
@@ -72,7 +73,7 @@ function(gk_link_options target)
   endif()
   get_target_property(type ${target} TYPE)
   if(NOT APPLE AND NOT type MATCHES "EXECUTABLE|STATIC_LIBRARY")
-    # The library and the plugin may be loaded into one process; each must call its own gk_
+    # The library and the plugin may be loaded into one process. Each must call its own gk_
     # functions.
     target_link_options(${target} PRIVATE LINKER:-Bsymbolic-functions)
   endif()
@@ -118,7 +119,7 @@ macro(gk_find_torch)
   endif()
 endmacro()
 
-# Law 3: the file name decides the build. X_sm90a.cu is compiled to sm_90a code. X_sm80.cu and every
+# The file name decides the architecture. X_sm90a.cu is compiled to sm_90a code. X_sm80.cu and every
 # other name are compiled to sm_80 and sm_90 code and to compute_80 PTX, which serves 8.6, 8.9 and
 # later GPUs. A build for 90a alone has only the sm_90 code of these files.
 set(gk_cuda_flags_80 "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]")
@@ -134,7 +135,8 @@ macro(gk_cuda_objects target flags)
   list(APPEND gk_objects ${target})
 endmacro()
 
-# ptxas's messages about wgmma are stored beside the objects.
+# Stores the messages of ptxas beside each object, as OBJECT.log. Only there does ptxas say that it
+# serialised WGMMAs; tests/build/test_resources.py reads the logs.
 function(gk_log_ptxas target)
   target_compile_options(${target} PRIVATE -Xptxas=-v)
   set(logged sh "${PROJECT_SOURCE_DIR}/cmake/ptxas_log.sh" ${CMAKE_CUDA_COMPILER_LAUNCHER})
@@ -199,7 +201,7 @@ macro(gk_find_cuda)
     else()
       set(cuda_problem "nvcc was not found or does not work; install the CUDA toolkit and set CUDA_HOME to it, \
 or set GPUKERN_CUDA to 0 for the CPU alone")
-      set(CMAKE_CUDA_ARCHITECTURES OFF) # law 3 sets them, file by file
+      set(CMAKE_CUDA_ARCHITECTURES OFF) # gk_cuda_flags_* set them, file by file
       if(NOT DEFINED ENV{CUDACXX})
         find_program(CMAKE_CUDA_COMPILER nvcc HINTS "$ENV{CUDA_HOME}/bin" PATHS /usr/local/cuda/bin)
       endif()
@@ -214,7 +216,7 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
   endif()
 endmacro()
 
-# Adds the objects of the files in cuda_sources: those for Hopper alone, and the portable ones.
+# Adds two object libraries for cuda_sources: the files for Hopper alone (_sm90a.cu), and the others.
 macro(gk_add_cuda_kernels)
   set(portable hopper)
   if("80" IN_LIST GPUKERN_CUDA_ARCHS)
@@ -260,9 +262,9 @@ macro(gk_add_cuda)
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
     set(gk_cuda_libraries CUDA::cudart_static)
-    # nvcc's stubs initialise statics once, for which they need routines of the C++ runtime. Those
-    # are linked in, and C code stays linked as C. The plugin has torch's C++ library and must not
-    # get a second one.
+    # nvcc's stubs initialise static variables with routines of the C++ runtime. The C library links
+    # these routines statically, so that it can still be linked as C. The plugin uses torch's C++
+    # library and must not get a second one.
     set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
     set(gk_cuda_runtime -static-libgcc -Wl,-Bstatic -lstdc++ -Wl,-Bdynamic)
     gk_add_cuda_kernels()
@@ -272,7 +274,7 @@ endmacro()
 function(gk_ops_options target)
   target_include_directories(${target} PRIVATE csrc csrc/include)
   target_include_directories(${target} SYSTEM PRIVATE "${gk_torch_include}")
-  # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/
+  # The binary runs on torch 2.10 and later. USE_CUDA only declares torch's CUDA shims, which ops/
   # makes weak.
   target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020a000000000000 USE_CUDA
                              $<$<BOOL:${gk_with_cuda}>:GPUKERN_HAS_CUDA=1>)
@@ -280,7 +282,7 @@ function(gk_ops_options target)
                          "-fmacro-prefix-map=${gk_torch_include}/=")
 endfunction()
 
-# The objects of ops/ that do not depend on the namespace: all but one.
+# The objects of ops/ that do not depend on the namespace: all but namespace.cpp.
 macro(gk_add_ops)
   file(GLOB ops_sources CONFIGURE_DEPENDS ops/*.cpp)
   list(FILTER ops_sources EXCLUDE REGEX "/namespace\\.cpp$")
@@ -293,14 +295,15 @@ function(gk_add_plugin target namespace)
   add_library(${target} MODULE ops/namespace.cpp $<TARGET_OBJECTS:gk_ops> ${gk_object_files})
   gk_ops_options(${target})
   target_compile_definitions(${target} PRIVATE GPUKERN_NAMESPACE=${namespace})
-  # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so
-  # --no-as-needed.
+  # CPU and CUDA builds of torch both have libtorch.so, which loads torch's other libraries. The
+  # plugin uses no symbol of libtorch.so itself, so --no-as-needed keeps the dependency.
   target_link_libraries(${target} PRIVATE m -Wl,--no-as-needed "${gk_torch_lib}/libtorch.so" -Wl,--as-needed
                         ${gk_cuda_libraries})
   gk_link_options(${target})
 endfunction()
 
-# The .pyi files of modules of torch_gpukern/ops, generated with `target` and installed with it.
+# Generates the .pyi files of modules of torch_gpukern/ops when `target` is built, and installs them
+# in `destination`.
 function(gk_add_stubs target destination)
   find_package(Python 3.10 QUIET COMPONENTS Interpreter)
   if(NOT Python_EXECUTABLE)

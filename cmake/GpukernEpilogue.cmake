@@ -1,18 +1,20 @@
 # gpukern_add_epilogue(target NAME op HEADER file [NAMESPACE namespace])
 #
-# Makes a library from an epilogue of your own: torch.ops.<namespace>.<op>(a, b, arguments). The
-# header defines struct <op> (docs/epilogue.md). The namespace is the target's name by default.
+# Builds a library with gemm and your own epilogue: torch.ops.<namespace>.<op>(a, b, arguments). The
+# header defines struct <op> (docs/epilogue.md). The default namespace is the target's name.
 #
-# The kernels of gemm are compiled once more, with the epilogue inside. The library needs neither
-# libgpukern nor the PyTorch plugin on CUDA; on the CPU it calls gpukern::gemm.
+# The library contains gemm's CUDA kernels, compiled with the epilogue inside. On CUDA it needs
+# neither libgpukern nor the PyTorch plugin. On the CPU it calls gpukern::gemm.
 #
-# The project enables C and CXX, and CUDA if the op shall serve GPUs. GPUKERN_EPILOGUE_ARCHS says
-# for which: 80 (with PTX for later GPUs), 90a, or both. Python_EXECUTABLE is a Python with torch
-# >= 2.10; GPUKERN_TORCH_INCLUDE and GPUKERN_TORCH_LIB name torch's folders instead.
+# Your project must enable the languages C and CXX, and CUDA if the op is to run on GPUs.
+# GPUKERN_EPILOGUE_ARCHS lists the GPUs: 80 (with PTX for later GPUs), 90a, or both. Set
+# Python_EXECUTABLE to a Python with torch >= 2.10, or GPUKERN_TORCH_INCLUDE and GPUKERN_TORCH_LIB to
+# torch's folders.
 
 set(GPUKERN_EPILOGUE_ARCHS "80;90a" CACHE STRING "GPUs that a library of an epilogue serves: 80 (with PTX for later ones), 90a, or both")
 
-# Sets the folders of torch's headers and of libtorch.so. torch is located, never imported.
+# Finds the folders of torch's headers and of libtorch.so. torch is located, not imported, because an
+# import takes seconds.
 function(gk_epilogue_torch include lib)
   if(NOT GPUKERN_TORCH_INCLUDE OR NOT GPUKERN_TORCH_LIB)
     find_package(Python 3.10 QUIET COMPONENTS Interpreter)
@@ -106,7 +108,8 @@ function(gpukern_add_epilogue target)
     target_link_libraries(${target} PRIVATE CUDA::cudart_static)
   endif()
   if(NOT APPLE)
-    # It may stand beside libgpukern in one process; each calls its own gk_ functions.
+    # This library and libgpukern may be loaded into one process. Each must call its own gk_
+    # functions.
     target_link_options(${target} PRIVATE LINKER:-Bsymbolic-functions)
   endif()
 endfunction()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""An embedding whose rows, the vocabulary, are cut over ranks.
+"""An embedding whose weight is split over ranks by rows, that is, by vocabulary.
 
-Each rank looks up the tokens whose rows it has, and has zeros for the others. The sum over ranks is
-every token's row. One rank has a token's row and all others have zeros, so the sum is done on the
-bytes: it is exact in every dtype and order.
+Each rank looks up the tokens whose rows it holds and fills in zeros for the others. The sum over
+ranks gives every token its row. All terms of a sum but one are zero, so the all-reduce adds bytes:
+the result is exact in every dtype and every order of ranks.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053, section 3.
 """
@@ -33,7 +33,7 @@ def vocab_parallel_embedding(
     classes: int | None = None,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.embedding` of a weight whose rows, the vocabulary, are cut over ranks.
+    """`torch.nn.functional.embedding` with a weight whose rows are split over ranks.
 
     Args:
         ids: [...] int64 or int32 in [0, V of all ranks), the same on every rank.
@@ -44,13 +44,13 @@ def vocab_parallel_embedding(
         padding_idx: a token whose row gets no gradient, or None.
 
     Returns:
-        [..., H], weight's dtype: the bits of the rows, the same on every rank.
+        [..., H], weight's dtype: exact copies of the rows, the same on every rank.
 
     Gradients: weight, for this rank's rows. The gradient of the result must be the same on every
-    rank, as it is if what follows is the same. Autocast casts nothing.
+    rank. It is, if all ranks compute the same from the result. Autocast casts nothing.
 
-    Communication: forward sums M H elements of weight's dtype over the ranks, with M tokens.
-    Backward sends nothing.
+    Communication: forward all-reduces M H elements of weight's dtype, for M tokens. Backward sends
+    nothing.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take, or ranks that pass different
@@ -150,7 +150,7 @@ def _save(needs, args, out):
 def _backward(needs, grad_out, ids, rows, classes, padding_idx, group, **_):
     start, end = _cut(rows, size_of(group), classes).spans[rank_in(group)][0]
     mine = (ids >= start) & (ids < end) & (ids != padding_idx)
-    # tokens of other ranks go to one more row, which is dropped
+    # gradients of other ranks' tokens and of padding_idx go to an extra last row, which is dropped
     place = torch.where(mine, ids - start, rows)
     grad = torch.ops.aten.embedding_dense_backward(
         alike(grad_out, group), place, rows + 1, -1, False

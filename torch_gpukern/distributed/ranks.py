@@ -20,7 +20,7 @@ Group = ProcessGroup | DeviceMesh | None
 
 
 def process_group(group: Group) -> ProcessGroup:
-    """`group` as a `ProcessGroup`; None is the group of all ranks."""
+    """Converts `group` to a `ProcessGroup`. None stands for the group of all ranks."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
@@ -57,10 +57,10 @@ class Ranks:
         self.group = of_name(name)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.timeout_s = _timeout_s(self.group)  # a kernel that waits longer for a rank gives up
+        self.timeout_s = _timeout_s(self.group)  # after it, a kernel stops waiting for a rank
 
     def peer(self, rank: int) -> int:
-        """The global rank of a rank of this group; point-to-point calls take global ranks."""
+        """Converts a rank of this group to a global rank, as point-to-point calls need it."""
         return dist.get_global_rank(self.group, rank)
 
     def around(self, step: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def rank_in(name: str) -> int:
 
 
 def checked(device: torch.device) -> bool:
-    """Whether ranks compare their calls. They do unless GPUKERN_DIST_CHECK is 0 or a CUDA graph is
+    """True if ranks compare their calls, that is, unless GPUKERN_DIST_CHECK is 0 or a CUDA graph is
     being captured."""
     if os.environ.get("GPUKERN_DIST_CHECK") == "0":
         return False
@@ -120,7 +120,8 @@ def agree(
     except Exception as raised:
         mine, error = {}, raised
     text = json.dumps([mine, None if error is None else str(error)], default=str)
-    # The second number flags an error: if all ranks raise the same one, their digests are equal.
+    # The error flag is sent beside the digest, because digests are equal if all ranks raise the
+    # same error.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, error is not None, rows], dtype=torch.int64, device=device)
     received = sent.new_empty(ranks.size * 3)
@@ -152,8 +153,10 @@ def agree(
 
 
 def refuse(group: ProcessGroup, op: str, device: torch.device, text: str) -> NoReturn:
-    """Raises ValueError for an argument that is checked before the op that all ranks enter. This
-    rank still takes part in the ranks' comparison, so that the others raise instead of waiting."""
+    """Raises ValueError for an argument that is checked before the op itself is called.
+
+    This rank first takes part in the comparison of calls. The other ranks then raise, too, instead
+    of waiting for it."""
     error = ValueError(f"{op}: {text}")
 
     def describe() -> dict[str, Any]:

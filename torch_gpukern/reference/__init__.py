@@ -101,8 +101,9 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     fp32_precision: str = "ieee",
 ) -> Tensor:
-    """out [..., M, N] = activation(alpha * (a [..., M, K] @ b [..., K, N]) + beta * c + bias
-    [N]).
+    """out [..., M, N] = activation(alpha * (a @ b) + beta * c + bias).
+
+    a [..., M, K], b [..., K, N], bias [N]; c broadcasts to out.
     """
     acc = accumulator(a.dtype)
     x = alpha * (a.to(acc) @ b.to(acc))
@@ -117,7 +118,7 @@ def _attend(
     q: Tensor,  # [B, Hq, Sq, D]
     k: Tensor,  # [B, Hkv, Sk, D]
     v: Tensor,  # [B, Hkv, Sk, Dv]
-    position: Tensor,  # [B or 1, Sq] the key index of each query on the diagonal
+    position: Tensor,  # [B or 1, Sq] the index of the key on each query's diagonal
     first: Tensor,  # [B or 1, Sq] the first key that each query sees
     end: Tensor,  # [B or 1, Sq] one beyond the last key that each query sees
     rules: Rules,
@@ -133,7 +134,7 @@ def _attend(
     if bias is not None:
         sees = sees & (bias > torch.finfo(bias.dtype).min)
 
-    # A key that no query sees may contain NaN, and 0 * NaN would be NaN.
+    # A key that no query sees may contain NaN. It becomes 0 here, because 0 * NaN would be NaN.
     unseen = ~sees.any(dim=2)[..., None]  # [B or 1, Hq or 1, Sk, 1]
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k = k.to(acc).repeat_interleave(groups, dim=1).masked_fill(unseen, 0)
@@ -169,15 +170,15 @@ def _attend(
     if kept is not None:
         p = p * kept / (1 - rules.dropout_p)
     p = p.to(q.dtype)
-    # The out of a row without keys is a constant, so no gradient may reach p or v, not even
-    # as 0 * inf.
+    # A row without keys has the constant result 0. masked_fill stops its gradient, which would
+    # otherwise reach p and v as 0 * inf.
     out = (p.to(acc) @ v).masked_fill(~sees.any(dim=3)[..., None], 0)
     return out.to(q.dtype), lse
 
 
 def _window(position: Tensor, rules: Rules, keys: int) -> tuple[Tensor, Tensor]:
-    """The keys [first, end) that a query at `position` sees by causal mask and windows; first may
-    be negative.
+    """The range of keys [first, end) that the causal mask and the windows leave to a query at
+    `position`. first may be negative.
     """
     end = torch.full_like(position, keys)
     if rules.is_causal:
@@ -210,8 +211,8 @@ def flash_attn(
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv].
 
-    kept: the mask of dropout, instead of that of dropout_seed. float8_e4m3fn codes are decoded to
-    float64 first.
+    kept: a dropout mask to use instead of the one that dropout_seed gives. If q, k and v are
+    float8_e4m3fn codes, they are decoded to float64 first.
     """
     rules = Rules(given)
     if rules.dropout_p > 0 and kept is None:
@@ -247,8 +248,8 @@ def flash_attn(
 
 
 def _sum_of(bias: Tensor | None, by_distance: Tensor) -> Tensor:
-    """The sum of both biases in float64; -inf where `bias` is its dtype's lowest number, which
-    hides a key."""
+    """The sum of both biases in float64. The lowest finite number of `bias`'s dtype hides a key,
+    so it becomes -inf."""
     if bias is None:
         return by_distance
     hidden = bias <= torch.finfo(bias.dtype).min
@@ -340,8 +341,10 @@ def paged_attn(
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys in its pages.
-    `prefix` says how these are read and changes nothing here. With attn_mask, [T, S] or [B, S, S],
-    a query sees all old keys and the new ones of its row, instead of those of is_causal.
+
+    attn_mask [T, S] or [B, S, S] replaces is_causal: a query sees all old keys, and those new keys
+    that its row of the mask allows. `prefix` only changes how a kernel reads the pages. It is
+    ignored here.
 
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
     Dv]; block_table [B, max_blocks]; seq_lens [B] includes the new tokens. 8-bit caches may have
@@ -380,7 +383,7 @@ def paged_attn(
             own = attn_mask[b] if attn_mask.dim() == 3 else attn_mask[starts[b] : starts[b + 1]]
             sees = torch.ones(n, n + length, dtype=torch.bool, device=q.device)
             sees[:, length:] = own[:n, :n]
-            sees = sees[:, n:]  # the last `length` of n + length places are in the cache
+            sees = sees[:, n:]  # the n columns in front are for a cache shorter than n tokens
         out, lse = _attend(
             _as_batch(rows),
             _as_batch(k),
@@ -442,8 +445,9 @@ def kv_cache_write(
 
 def kv_cache_write_latent(c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes token t of c [T, 1, 512] and k_pe [T, 1, 64] to row slots[t] % block_size of page
-    slots[t] // block_size, as 576 elements or, into uint8, as 656 bytes (_latents_of). Negative
-    slots are skipped.
+    slots[t] // block_size. Negative slots are skipped.
+
+    A row of a uint8 cache has 656 bytes (see _latents_of), a row of any other cache 576 elements.
     """
     if cache.dtype != torch.uint8:
         kv_cache_write(c, k_pe, cache[..., :512], cache[..., 512:], slots)

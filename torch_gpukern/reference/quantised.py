@@ -13,8 +13,8 @@ from ..ops.weight_gemm import E2M1
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, lse, sinks and scales of an op of `dtype`: float64 of float64, else
-    float32."""
+    """The dtype of an op's sums, lse, sinks and scales: float64 if its inputs are float64,
+    otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -51,22 +51,22 @@ _BLOCKS = {
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to nearest even in an 8-bit dtype. Larger values saturate. NaN stays NaN, or
-    becomes 0 in int8."""
+    """Rounds x to an 8-bit dtype, ties to even. Values out of range saturate. NaN stays NaN; in
+    int8 it becomes 0."""
     if dtype is torch.int8:
         return x.nan_to_num(0.0, 127.0, -128.0).round().clamp(-128, 127).to(dtype)
     return x.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype)
 
 
 def _power_above(scale: Tensor) -> Tensor:
-    """The least power of two >= scale, at most 2^127, the largest of float8_e8m0fnu."""
+    """The smallest power of two >= scale, but at most 2^127, the largest float8_e8m0fnu."""
     mantissa, exponent = torch.frexp(scale)
     above = torch.ldexp(torch.ones_like(scale), (exponent - (mantissa == 0.5).int()).clamp(max=127))
     return torch.where(scale.isfinite(), above, torch.nan)
 
 
 def spread(scale: Tensor, rows: int, cols: int) -> Tensor:
-    """A scale for each element of a [..., rows, cols] matrix."""
+    """Repeats the scale of each block, so that it broadcasts to a [..., rows, cols] matrix."""
     scale = scale.double()
     if scale.numel() == 1 and scale.dim() < 2:
         return scale.reshape(())
@@ -79,8 +79,10 @@ def spread(scale: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
-    """(codes, scale): codes = x / scale, where each block has scale = max(amax / largest, 2^-126),
-    at most the largest float32. largest is the largest code."""
+    """(codes, scale): codes = x / scale, with one scale for each block.
+
+    scale = max(amax / largest, 2^-126), clamped to the largest float32. `largest` is the largest
+    value of the codes' dtype. A given `scale` is used instead."""
     wide = x.to(accumulator(x.dtype))
     high, across = _BLOCKS[granularity]
     if granularity == "tensor":
@@ -98,7 +100,8 @@ def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
         amax = amax.clamp(max=float(scale_ub))
     # divide by a tensor, because PyTorch on CUDA divides by a number as x * (1 / number)
     made = amax / torch.full_like(amax, _LARGEST[dtype])
-    most = torch.finfo(torch.float32).max  # float64 values may exceed it; their codes saturate
+    # a quotient in float64 may exceed the largest float32; the codes of such a block saturate
+    most = torch.finfo(torch.float32).max
     made = made.clamp(max=most).float().clamp(min=2.0**-126).masked_fill(bad, torch.nan)
     if granularity == "1x32":
         made = _power_above(made)
@@ -167,7 +170,7 @@ def scaled_gemm(
 
 
 def values_of(q: Tensor, format: str, zero: Tensor | float = 8) -> Tensor:
-    """The float64 values of codes before scaling."""
+    """Decodes codes to float64, before scaling."""
     if format in ("mxfp4", "nvfp4"):
         size = torch.tensor(E2M1, dtype=torch.float64, device=q.device)[(q & 7).long()]
         return torch.where(q >= 8, -size, size)
@@ -203,8 +206,8 @@ def weight_gemm(
 ):
     """activation(a @ decoded weight^T * scale_a + bias), from unpacked codes q [N, K].
 
-    With offs, q is [G, N, K], and each group of rows of a has its own weight. scale and zero are
-    those of the op, [ceil(K / g), G N'] with N' = N rounded up to 64."""
+    If offs is given, q is [G, N, K], and each group of rows of a has its own weight. scale and zero
+    have the op's shape [ceil(K / g), G N'], where N' is N rounded up to a multiple of 64."""
     eight = a.dtype is torch.float8_e4m3fn
     out_dtype = out_dtype or (torch.bfloat16 if eight else a.dtype)
     if offs is not None:
@@ -261,7 +264,8 @@ def pack_weight(q, format, *, scale=None):
 
 
 def unpack_weight(packed, n, k, format):
-    """The inverse of `pack_weight`: finds each code's place by packing the codes' numbers."""
+    """The inverse of `pack_weight`. It permutes the indices of a tile as `pack_weight` permutes the
+    codes, which gives the position of each code."""
     tiles_n, tiles_k, size = packed.shape
     eight = format in ("int8", "e4m3")
     codes = packed if eight else torch.stack((packed & 15, packed >> 4), -1).flatten(2)
@@ -322,8 +326,10 @@ def grouped_gemm(
 
 
 def sparse_pack(w):
-    """(values, meta) of a 2:4 sparse weight. In each four elements, the non-zeros are kept, filled
-    up to two with the first zeros, in ascending order."""
+    """(values, meta) of a 2:4 sparse weight.
+
+    Of each four elements two are stored, in ascending order of position: the non-zeros and, if
+    there are fewer than two, the first zeros. meta holds the positions, two bits each."""
     n, k = w.shape
     four = w.float().reshape(n, k // 4, 4)
     place = torch.argsort((four == 0).int(), dim=-1, stable=True)[..., :2].sort(-1).values
