@@ -43,10 +43,10 @@ function(gk_c_options target)
   if(GPUKERN_WERROR)
     list(APPEND c_options -Werror)
   endif()
-  if(target IN_LIST gk_unreached)
+  if(target IN_LIST gk_unreached) # this machine cannot run its instruction set (CMakeLists.txt)
     if(GPUKERN_SANITIZE)
       list(APPEND c_options -O0)
-    else() # gcc gives some of its warnings only with -O1 and more
+    else() # gcc gives some of its warnings only from -O1 on
       list(APPEND c_options -O1)
     endif()
   elseif(GPUKERN_CUDA_DRAFT AND target STREQUAL "gk_base")
