@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Profiles one call of every rung of the gemm ladder and of torch.matmul at 4096 cubed, by ncu.
+"""Profiles every rung of the gemm ladder, torch.matmul and the accesses of banks.cu with ncu.
 
-It also profiles every access of learn/patterns/banks.cu.
+Each product is one call at M = N = K = 4096. banks.cu is in learn/patterns.
 
-python learn/benchmarks/counters.py                 runs ncu once, half a minute; writes
+python learn/benchmarks/counters.py                 runs ncu once, for half a minute, and writes
                                                     learn/counters.csv
-python learn/benchmarks/counters.py --read FILE     writes it from an earlier log of ncu (--log) of
-                                                    the same machine
-python learn/benchmarks/counters.py --command       prints the command, for a machine where ncu
-                                                    needs other rights
+python learn/benchmarks/counters.py --read FILE     writes learn/counters.csv from an earlier ncu
+                                                    log (--log) of the same machine
+python learn/benchmarks/counters.py --command       prints the ncu command, to be run by a user who
+                                                    may read the GPU's counters
 
-It needs ncu, nvcc (for banks.cu) and the ladder's library. A row is a kernel, a column one of
-bench_ladder.METRICS. learn/ladder.md and learn/claims.md quote the rows.
+It needs ncu, nvcc (for banks.cu) and the ladder's library. Each row of learn/counters.csv is a
+kernel, and each column is one of bench_ladder.METRICS. learn/ladder.md and learn/claims.md quote
+the rows.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def accesses() -> list[str]:
 
 
 def command(log: Path) -> list[str]:
-    """The command of one ncu run over both programs. PATTERN_CHECK=1 launches every access once, on
-    one block."""
+    """The ncu command that profiles both programs in one run. PATTERN_CHECK=1 makes banks.cu launch
+    every access once, with one block."""
     numbers = " ".join(str(rung.number) for rung in ladder.rungs())
     program = ROOT / "learn" / "benchmarks" / "ladder.py"
     script = f"{shlex.quote(sys.executable)} {program} 4096 {numbers} && {BANKS}"
@@ -63,8 +64,8 @@ def command(log: Path) -> list[str]:
 
 
 def rows(log: Path) -> list[dict]:
-    """The kernels of a log with their names. Rungs and cuBLAS are in the order of their launches,
-    and so are the accesses."""
+    """The kernels of a log, each with the name of its rung or access. Names are assigned in the
+    order of launches: the rungs and cuBLAS in one sequence, the accesses in another."""
     kernels = profile(log)
     found = []
     products = [*(f"rung {rung.number} {rung.name}" for rung in ladder.rungs()), "cuBLAS"]

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ladder.cu: the C entry points of the ladder. It has the table of the rungs, the argument checks,
- * and rungs 7 and 13, which call instances of the library. */
+/* ladder.cu: the C entry points of the gemm ladder, the table of its rungs and the argument checks.
+ * Rungs 7 and 13 have no kernel of their own: they call instances of the library. */
 #include "ladder.h"
 
 #include <string.h>
@@ -44,7 +44,7 @@ gk_gemm_args gemm_args(const Product &p) {
     return args;
 }
 
-/* Plans rung 7 or 13. Rung 7 is one instance at every size; rung 13 is the instance that the
+/* Plans rung 7 or 13. Rung 7 always uses the same instance. Rung 13 uses the instance that the
  * library chooses. Returns false if no instance can serve the call. */
 bool plan_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args, gk_plan *plan) {
     if (rung == 7) {
@@ -102,7 +102,7 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_persistent,
                            ladder_overlap,
                            ladder_raster,
-                           NULL, /* an instance of the library, as rung 7 */
+                           NULL, /* rung 13 calls an instance of the library, as rung 7 does */
                            ladder_column,
                            ladder_warp_tile,
                            ladder_wmma,
@@ -110,7 +110,7 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_short};
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
 
-/* NULL: the rung uses tensor cores, which take no float32 here */
+/* NULL: the rung uses tensor cores and takes only bfloat16 */
 LadderRunF32 *const runs_f32[num_rungs] = {ladder_naive,
                                            ladder_coalesced,
                                            ladder_shared,
@@ -194,10 +194,10 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
     const gk_gemm_args args = gemm_args(p);
     gk_plan plan;
     if (!plan_of(rung, &ctx, &args, &plan))
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_ladder_gemm: no row of the library serves rung %d",
+        return gk_fail(GK_ERR_UNSUPPORTED, "gk_ladder_gemm: no instance of the library serves rung %d",
                        rung);
     if (plan.workspace_bytes > 0 && !workspace)
-        return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d wants a workspace of %zu bytes",
+        return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d needs a workspace of %zu bytes",
                        rung, plan.workspace_bytes);
     return ((const gk_cuda_instance *)plan.kernel)->run(&ctx, &args, &plan, workspace);
 }
@@ -210,7 +210,7 @@ gk_status gk_ladder_gemm_f32(int32_t rung, const void *a, const void *b, void *o
     if (!runs_f32[rung - 1])
         return gk_fail(
             GK_ERR_UNSUPPORTED,
-            "gk_ladder_gemm_f32: rung %d (%s) is one of tensor cores, for bfloat16 alone", rung,
+            "gk_ladder_gemm_f32: rung %d (%s) uses tensor cores and takes only bfloat16", rung,
             rungs[rung - 1].name);
     const gk_status placed = misplaced(a, b, out);
     if (placed != GK_OK) return placed;

@@ -4,13 +4,14 @@
 // row r % 8 of out, as 32-bit integers, so that every order gives the same bits.
 //
 //   red           for comparison: every thread executes one atomic addition for each element
-//   add .. xor    boxes of 8 x 128 come and leave by TMA, and one thread issues both copies
+//   add .. xor    one thread loads boxes of 8 x 128 by TMA and issues their reductions into out
 //
-// Measured on one H100: red 1439, the others 1499 to 1514 GB/s.
+// Measured on one H100: 1439 GB/s for red, 1499 to 1514 GB/s for the others.
 //
-// TMA fills zeros where a box reaches past the matrix. Zeros are neutral for add, or and xor, but
-// wrong for min, max and `and`. So the last rows, fewer than 8, are combined by red, and so is
-// every matrix whose rows are not multiples of 16 bytes.
+// If a box reaches past the end of the matrix, TMA fills it with zeros. Zeros do not change the
+// result of `add`, `or` and `xor`, but they do change that of `min`, `max` and `and`. So the rows
+// after the last multiple of 8 are combined by red. TMA also needs rows of a multiple of 16 bytes;
+// red combines every other matrix.
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tile/tma_ring.cuh"
 #include "measure.cuh"
@@ -26,8 +27,8 @@ enum {
     BLOCKS = 132 * 8
 };
 
-// One operation in three forms: by L2 for a box, by a thread for an element, and on the host. FILL
-// is the byte that out is filled with before.
+// One operation in three forms: box() by L2, element() by one thread, and host(). FILL is the byte
+// that fills out before the kernel runs: the operation's neutral element.
 #define OPERATION(NAME, FILL, PTX, ATOMIC, HOST)                                        \
     struct NAME {                                                                       \
         static constexpr int fill = FILL;                                               \
@@ -79,14 +80,15 @@ __global__ void __launch_bounds__(32)
     };
     for (int j = 0; j < AHEAD; ++j) load(j);
     for (int j = 0; j < count; ++j) {
-        // the stage to be filled next is free: its copy out is AHEAD groups old
+        // wait until TMA has read the stage that load() fills next; AHEAD - 1 newer reductions may
+        // still be reading theirs
         tma_store_wait_group_read<AHEAD - 1>();
         load(j + AHEAD);
         mbarrier_wait(cvta_to_shared(&full[j % STAGES]), j / STAGES & 1);
         Op::box(&maps.out, col(j), cvta_to_shared(stages[j % STAGES]));
         tma_store_commit_group();
     }
-    tma_store_wait_group_read<0>(); // shared memory must stay until TMA has read it
+    tma_store_wait_group_read<0>(); // the block may not exit before TMA has read its shared memory
 }
 template <class Op>
 __global__ void __launch_bounds__(256)
@@ -138,7 +140,7 @@ template <class Op> static bool good(const float *in, const float *out, int rows
     return true;
 }
 template <class Op, bool BOXES = true> static variant of(const char *name) {
-    // L2 adds 48e9 sectors a second, measured by the pattern TMA reduce
+    // L2 adds 48e9 sectors of 32 bytes per second, as measured by the pattern TMA reduce
     return {name,           launch<Op, BOXES>,           capped(48 * 32),
             "L2's atomics", "lts__t_sectors_op_red.sum", good<Op>};
 }
