@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norms, rotary embedding and the head of torch_gpukern.nn, and how patch treats modules that do
-the same.
+"""Norms, rotary embedding and the head of torch_gpukern.nn, and `patch` on modules that compute the
+same.
 """
 
 import copy
@@ -65,8 +65,8 @@ def test_weight_offset():
 
 
 class Held(torch.Tensor):
-    """A weight that computes by itself, as quantised and sharded ones do. No kernel of ours may
-    read it."""
+    """A tensor subclass that dispatches its own ops, as quantised and sharded weights do. No gpukern
+    kernel may read it."""
 
     @staticmethod
     def __new__(cls, held):
@@ -294,7 +294,8 @@ def test_patch_and_restore():
 
 
 class LlamaLikeRMSNorm(PlainRMSNorm):
-    """Its float32 weight widens a 16-bit result; its argument has another name."""
+    """A float32 weight makes the result of a 16-bit input float32. The argument of forward has
+    another name than nn.RMSNorm's."""
 
     def forward(self, hidden_states):
         h = hidden_states.float()
@@ -323,7 +324,7 @@ def test_the_dtype_of_a_patched_norm_s_result(kind, weight):
 
 
 def test_arguments_of_patched_modules_by_name():
-    """With the names that torch's ModuleInfo and transformers use."""
+    """Arguments have the names that torch's ModuleInfo and transformers use."""
     x = randn(generator("by name"), 3, 24)
     model = nn.Sequential(
         nn.Linear(24, 24),
@@ -455,7 +456,7 @@ def test_loss_of_a_model_whose_logits_are_changed(kind, config):
     got, want = (m(input_ids=ids, labels=ids) for m in (model, plain))
     assert got.logits is None
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-5)
-    if kind == "Mixtral":  # with the routers' loss the model's own forward runs
+    if kind == "Mixtral":  # with the routers' loss, the model's own forward runs
         got, want = (
             m(input_ids=ids, labels=ids, output_router_logits=True) for m in (model, plain)
         )
@@ -485,7 +486,7 @@ def test_loss_of_gpt2():
     ],
 )  # fmt: skip
 def test_a_loss_that_is_not_understood_is_left(kind, config):
-    """Its hidden states are scaled, as are Inkling's."""
+    """The model scales its hidden states before the head, so patch must not replace its loss."""
     model = causal_model(kind=kind, **config).eval()
     done = gnn.patch(model, say=None, fused_linear_cross_entropy=True)
     why = done.skipped[f"{kind}ForCausalLM"]
@@ -497,8 +498,8 @@ def test_a_loss_that_is_not_understood_is_left(kind, config):
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_export_of_a_head_with_a_dynamic_size(dtype, reduction):
-    """With parameters that require gradients: the tensor kept for backward has a size of its
-    own."""
+    """The parameters require gradients, because the tensor saved for backward then has a size that
+    depends on the number of rows."""
     head = gnn.LinearCrossEntropy(16, 33, bias=True, reduction=reduction, dtype=dtype)
     n = torch.export.Dim("n", min=2, max=100)
     gen = generator("exported head")
@@ -568,7 +569,7 @@ def test_a_loss_that_the_user_sets_later_is_called():
 
 
 def test_the_fused_loss_of_a_model_without_a_loss_type_compiles():
-    """GPT2LMHeadModel's loss_function writes to a log each time that it is read."""
+    """Every read of GPT2LMHeadModel.loss_function writes to a log, which would break the graph."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_embd=32, n_layer=1, n_head=2, vocab_size=70, bos_token_id=0, eos_token_id=0

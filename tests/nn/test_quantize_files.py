@@ -252,7 +252,7 @@ def test_broken_metadata_is_named(metadata, text, tmp_path):
     "part, dtype", (("weight_scale", torch.int32), ("weight_codes", torch.float32))
 )
 def test_tensors_of_another_kind_are_refused(part, dtype, tmp_path):
-    """load_state_dict would cast them without a word."""
+    """load_state_dict would cast them without a warning."""
     write(tmp_path / "plain", Model())
     gnn.quantize_directory(tmp_path / "plain", tmp_path / "few", "int8", show=False, say=None)
     for file in (tmp_path / "few").glob("*.safetensors"):
@@ -268,8 +268,8 @@ def test_tensors_of_another_kind_are_refused(part, dtype, tmp_path):
 
 @pytest.mark.parametrize("shards", ("5GB", "60KB"))
 def test_save_pretrained_of_a_quantised_model(shards, tmp_path):
-    """transformers refuses the directory, and load_quantized reads it. Without the mark in the
-    configuration transformers fills in random numbers."""
+    """transformers refuses the directory, and load_quantized reads it. Without the entry in the
+    configuration, transformers would fill in random numbers."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -301,8 +301,8 @@ def test_save_pretrained_of_a_quantised_model(shards, tmp_path):
 
 @pytest.mark.parametrize("recipe", ("w8", "nvfp4", "fp8"))
 def test_parameters_on_meta_become_the_files(recipe, tmp_path):
-    """Nothing stays on meta, the head stays tied to the embedding, and results equal those of a
-    model that was on the CPU."""
+    """No tensor stays on meta, the head stays tied to the embedding, and results equal those of a
+    model that was made on the CPU."""
     torch.manual_seed(1)
     write(tmp_path / "plain", Model())
     gnn.quantize_directory(tmp_path / "plain", tmp_path / "few", recipe, show=False, say=None)
@@ -325,7 +325,8 @@ def test_parameters_on_meta_become_the_files(recipe, tmp_path):
 
 @pytest.mark.parametrize("head", ["classifier", "score"])
 def test_heads_of_any_name_stay(head, tmp_path):
-    """As in accelerate. A skip of the caller's decides alone."""
+    """Heads are not quantised, whatever their name, as in accelerate. If the caller passes skip, it
+    alone decides."""
     transformers = pytest.importorskip("transformers")
     kind = {"classifier": "Bert", "score": "Llama"}[head]
     config = getattr(transformers, f"{kind}Config")(
@@ -354,8 +355,9 @@ def test_heads_of_any_name_stay(head, tmp_path):
 
 
 def test_models_of_transformers(tmp_path):
-    """GPT-2's Conv1D stays and is refused before a file is written, and transformers refuses the
-    directory. With layout compressed-tensors, so are Mixtral's experts, which it renames."""
+    """GPT-2 is refused before a file is written, because its Conv1D modules cannot be quantised.
+    transformers refuses a quantised directory. With layout compressed-tensors, Mixtral's experts,
+    which transformers renames, are refused as well."""
     transformers = pytest.importorskip("transformers")
     size = dict(
         hidden_size=64,
@@ -414,9 +416,11 @@ def test_models_of_transformers(tmp_path):
 @pytest.mark.parametrize("family", ("mixtral", "qwen3_moe", "gpt_oss"))
 @pytest.mark.parametrize("recipe", ("fp8", "w4", "nvfp4", "int8"))
 def test_mixtures_of_experts(family, recipe, tmp_path):
-    """Directories of mixtures, whose files have other names than transformers' modules (Mixtral,
-    Qwen3) or the same (gpt-oss): the loaded model has the bits of the model that was quantised in
-    memory, and save_pretrained of it can be loaded. Routers and heads keep their bits."""
+    """Quantised directories of mixtures. Tensors in their files have other names than transformers'
+    modules (Mixtral, Qwen3) or the same names (gpt-oss).
+
+    The loaded model has the bits of the model that was quantised in memory. It can be saved by
+    save_pretrained and loaded again. Routers and heads keep their bits."""
     transformers = pytest.importorskip("transformers", minversion="5.10")
     sizes = MIXTURE | {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     model = causal_lm(family, seed=3, **sizes)
