@@ -57,8 +57,8 @@ EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 193, 257)
 
 
 def check(a, b, got=None, what="out", gen=None, **kwargs):
-    """Checks gemm of a, b against the float64 reference; PyTorch's error in the same dtype is the
-    yardstick."""
+    """Checks gemm of a and b against the float64 reference. The error may be as large as PyTorch's
+    in the same dtype, with a margin."""
     got = ops.gemm(a, b, **kwargs) if got is None else got
     out_dtype = kwargs.get("out_dtype") or a.dtype
     assert got.dtype == out_dtype and got.device == a.device and got.is_contiguous()
@@ -297,7 +297,7 @@ def test_expanded(dtype, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_single_rows_of_a_batch_are_one_product(batch, dtype, device):
     """The last token of each sequence, x[:, -1:], is a batch of single rows. The stride of a
-    dimension of size 1 has no meaning, so they are as much rows of one product as their copy is."""
+    dimension of size 1 has no meaning, so they form one product, as their contiguous copy does."""
     gen = generator("single rows", batch, dtype)
     x = randn(gen, batch, 3, 64, dtype=dtype, device=device)[:, -1:]
     w = randn(gen, 64, 48, dtype=dtype, device=device)
@@ -425,7 +425,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(dtype, value, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_over_its_whole_range(activation, dtype, device):
-    """Values over the whole range, where an inaccurate exp or erf would show."""
+    """Inputs cover the whole range of values, so that an inaccurate exp or erf would show."""
     x = torch.cat(
         [torch.linspace(-30, 30, 2001), torch.linspace(-1e-3, 1e-3, 101), torch.tensor([1e4, -1e4])]
     )
@@ -477,7 +477,7 @@ def test_activation_of_a_neighbour(activation, dtype, device):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_gradient_of_a_neighbour(activation, dtype, device):
-    """The same for slopes. On CUDA whole vectors of 16 bytes take the fast functions."""
+    """The same for derivatives. On CUDA, the fast functions process whole vectors of 16 bytes."""
     wild = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4, 1.0, -1.0, 0.5], device=device)
     x = wild[5:].double().requires_grad_()
     (want,) = torch.autograd.grad(TORCH_ACTIVATION[activation](x).sum(), x)
@@ -491,7 +491,7 @@ def test_gradient_of_a_neighbour(activation, dtype, device):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_one_rounding(dtype, device):
-    """alpha, c, bias and the activation are float32 until the one rounding to out's dtype."""
+    """alpha, c, bias and the activation are applied in float32, and out is rounded once."""
     gen = generator("rounding", dtype)
     a, b = make(gen, 65, 70, 40, dtype, device)
     bias, c = (
@@ -523,7 +523,7 @@ def test_bias_and_c_in_either_dtype(dtype, bias_wide, c_wide, device):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_a_float32_c_is_rounded_with_the_product(dtype, device):
-    """c + a b for every schedule, if c alone does not fit in 16 bits; with gradients."""
+    """c + a b, with gradients, on every schedule. c alone is not representable in 16 bits."""
     gen = generator("wide c")
     for m, n, k in ((1, 300, 64), (40, 520, 96), (256, 512, 128), (300, 257, 64)):
         a, b = (
@@ -630,8 +630,8 @@ def test_slope_of_an_activation(begin, activation, device):
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_gradient_at_the_ends(activation, dtype, device):
-    """The derivative is 0 and 1 at the ends, even if the saved value has overflowed or its powers
-    would. NaN stays NaN."""
+    """For very negative and very large inputs the derivative is 0 and 1, even if the saved value or
+    its powers overflow. NaN stays NaN."""
     top = torch.finfo(dtype).max
     ends = [-math.inf, -top, -top / 8, -1e30, -1e14, -6e4, -1001.0, -1000.0]
     saved = torch.tensor(
@@ -648,7 +648,8 @@ def test_activation_gradient_at_the_ends(activation, dtype, device):
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradient_of_a_product_that_its_dtype_does_not_hold(activation, dtype, device):
-    """The saved value is infinite in float16. The gradient must be 0 below and unchanged above."""
+    """The saved value is infinite in float16. The gradient must be 0 at -inf and unchanged at
+    +inf."""
     size = 300.0 if dtype == torch.float16 else 1e4
     a = torch.full((8, 8), size, dtype=dtype, device=device, requires_grad=True)
     for sign, want in ((-1, 0.0), (1, 8.0)):
@@ -742,7 +743,8 @@ def test_backward(case, device):
         return want, cast, [gradients(lambda **t: torch_gemm(**t, **kwargs), cast, grad)[1]]
 
     ref, cast, plain = draw_of(tensors)
-    # Other orders of the sums over rows and columns: permute the problem, then the gradients back.
+    # Permuting the problem, and the gradients back, gives other orders of the sums over rows and
+    # columns.
     permuted = [[torch.randperm(n, generator=gen) for n in shape[-2:]] for _ in range(3)]
 
     def each():

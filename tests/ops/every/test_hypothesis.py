@@ -35,8 +35,8 @@ from conftest import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-# No shrinking: a smaller example of an error bound missed by little says less, and takes minutes to
-# find.
+# Examples are not shrunk. If an error bound is missed by little, a smaller example explains no more,
+# and the search takes minutes.
 PHASES = (Phase.explicit, Phase.generate)
 COMMON = dict(
     deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES
@@ -62,8 +62,8 @@ def attention(draw):
         draw(dims),
         draw(dims),
     )
-    # Tiny problems come in numbers: the worst error of a handful of elements says little about
-    # either side.
+    # Tiny problems get a large batch, because the worst error of a few elements is a poor estimate,
+    # for the kernel as for PyTorch.
     batch = draw(st.integers(1, 3)) + min(40, 300 // (hkv * min(sq + 1, sk + 1) * min(d, dv)))
     q, k, v = (
         LAYOUTS[draw(layouts)](randn(gen, batch, h, s, x, dtype=dtype))
@@ -297,7 +297,9 @@ def test_paged_attn(drawn):
 )
 def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks):
     gen = generator("hypothesis varlen", seed)
-    sequences = sequences * (1 + 40 // dim)  # small ones come in numbers, as above
+    sequences = sequences * (
+        1 + 40 // dim
+    )  # many sequences if head_dim is small, as in attention()
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in zip(*sequences))
     q = randn(gen, int(cu_q[-1]), 4, dim, dtype=dtype)
     k, v = (randn(gen, int(cu_k[-1]), 2, n, dtype=dtype) for n in (dim, 24))

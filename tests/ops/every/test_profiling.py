@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.profiling.nvtx: which ranges a call has, and that nothing is left when it is off. A
-fake NVTX listens."""
+"""torch_gpukern.profiling.nvtx: the ranges of a call, and that switching it off restores all ops. A
+fake NVTX records the ranges."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from torch_gpukern.ops.define import Op
 
 @pytest.fixture
 def heard(monkeypatch):
-    """Names of the ranges in the order of their beginnings; each must have ended."""
+    """Names of the ranges in the order in which they begin. At the end, all must have ended."""
     names, open_ranges = [], []
     monkeypatch.setattr(torch.cuda.nvtx, "mark", lambda name: None)
     monkeypatch.setattr(
@@ -38,6 +38,7 @@ def attention(requires_grad=False):
 
 
 def ways_in():
+    """The callables that nvtx replaces, for every op."""
     return [
         (op.unguarded, op.overload._op, getattr(torch.ops.gpukern, op.name)._op) for op in Op.every
     ]
@@ -117,7 +118,7 @@ def test_without_nvtx_it_says_so(monkeypatch):
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 def test_compiled(heard, ab, backend):
-    """No graph break, no second compilation: ranges come and go with the same code."""
+    """There is no graph break, and switching ranges on and off does not recompile."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     step = torch.compile(lambda a, b: tg.gemm(a, b) * 2, fullgraph=True, backend=backend)
@@ -152,8 +153,8 @@ def _scripted(a: torch.Tensor, b: torch.Tensor):
 
 
 def test_off_costs_nothing(heard, ab):
-    """The same objects are called, so the host's time is the same: of this thread, since machines
-    are noisy, and generously."""
+    """With nvtx off, the same objects are called as before, so a call takes the same host time. The
+    time is that of this thread, with a wide margin, because other processes disturb it."""
 
     def best(repeats=7, calls=400):
         times = []

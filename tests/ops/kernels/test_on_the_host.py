@@ -5,13 +5,13 @@ from host_program import assert_passes, compiled
 
 
 def test_misaligned_matrices(tmp_path):
-    """Copies of them (csrc/cuda/product/gemm/realign.cuh) and loads of their rows to shared memory
-    (misaligned.cuh): contents are right, and nothing outside is read."""
+    """Misaligned matrices are copied (csrc/cuda/product/gemm/realign.cuh), and their rows are loaded
+    to shared memory (misaligned.cuh). Contents are right, and no byte outside a matrix is read."""
     assert_passes(compiled("check_realign", tmp_path))
 
 
 def test_tiles_operands_and_registers_of_attention(tmp_path):
-    """flash_attn_fwd_sm90a: its tile order (csrc/cuda/attn/forward/fwd_schedule.cuh), its operands
-    in shared memory (wgmma_panels of csrc/cuda/layout/wgmma.cuh), and the registers that two
-    products share. test_pipeline_attn.py tests its barriers."""
+    """Parts of flash_attn_fwd_sm90a: the tile order (csrc/cuda/attn/forward/fwd_schedule.cuh), the
+    operands in shared memory (wgmma_panels of csrc/cuda/layout/wgmma.cuh), and the accumulators of S
+    that become the A operand of P V. test_pipeline_attn.py tests the barriers."""
     assert_passes(compiled("check_attn_sm90a", tmp_path))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A model of the barrier protocol of flash_attn_fp8_sm90a.cu, run like that of
-flash_attn_fwd_sm90a.cu in test_pipeline_attn.py. It has the thread that finds tiles, the thread
-that loads, the warps that transpose V and copy its mean, and the warps of the consumer warpgroups.
+"""A model of the barrier protocol of flash_attn_fp8_sm90a.cu, run under random schedules like the
+model of flash_attn_fwd_sm90a.cu in test_pipeline_attn.py.
 
-A run fails if nothing can proceed, if a stage, a mean or a tile's description is overwritten while
-it is read, or if anything reads the wrong bytes. Then each rule is broken in turn.
+It simulates the tile finder, the loader, the producer warps that transpose V and copy its mean, and
+the warps of the consumer warpgroups. A run fails on a deadlock, on an overwrite of a stage, a mean
+or a tile's description that is being read, and on a read of wrong bytes. A second test breaks each
+rule of the protocol in turn and expects a failure.
 """
 
 import itertools
@@ -16,9 +17,9 @@ from test_pipeline import Barrier, Sync, Wrong, arrivals, interleave
 from test_pipeline_attn import MANY, OTHER, OVERWRITTEN, STUCK, Product, Ring, schedules
 
 SCHEDULES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
-WARPS = 2  # warps of a warpgroup; the kernel has four
+WARPS = 2  # per warpgroup; the kernel has four
 TRANSPOSERS = 2
-BOX = 3  # bytes of a copy; an arbitrary number
+BOX = 3  # bytes of one TMA copy; any number will do
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Kernel:
     stages: int = 2  # stages of K and of transposed V; the kernel has four
     descriptions: int = 2  # the kernel has four
     q_buffers: int = 2
-    # if False, a block that is computed again is multiplied again, by all warps of the warpgroup
+    # if False, scores are not kept: to redo a block, all warps of a warpgroup multiply Q K^T again
     keeps_scores: bool = True
     broken: str = ""  # the rule that is broken
 
@@ -47,8 +48,8 @@ class Kernel:
 
 
 class Block:
-    """A block of the kernel, with the kernel's names. A tile is given by its number of blocks of
-    keys, and how many of them each warpgroup's rows see."""
+    """A thread block, with the kernel's names. A tile is (its number of key blocks, the number of
+    them that each warpgroup's rows see)."""
 
     def __init__(self, kernel, tiles, rng):
         k = self.k = kernel
