@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PagedKVCache: a model of every sequence in plain tensors, compared after each step."""
+"""PagedKVCache, compared after each step with a model that keeps every sequence in plain tensors."""
 
 import math
 
@@ -44,7 +44,7 @@ def held(cache, sequence, layer=0):
 
 
 def check_pool(cache, sequences):
-    """Free pages and owned pages are the pool, and the tables say what pages() says."""
+    """Every page is either free or owned, and the block tables agree with pages()."""
     owned = {page for s in sequences for page in cache.pages(s)}
     assert cache.free_blocks == cache.num_blocks - len(owned)
     for s in sequences:
@@ -87,7 +87,7 @@ def test_append_and_read_back(device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_attention_over_the_cache(dtype, device):
-    """Prefill, then a decode step of all sequences, against dense attention of the same keys."""
+    """A prefill and a decode step of all sequences equal dense attention over the same keys."""
     gen = generator("attend", dtype)
     cache = make(device, num_blocks=32, layers=2, head_dim=16, head_dim_v=8, dtype=dtype)
     assert (
@@ -392,8 +392,8 @@ def test_exported(device):
 
 
 def test_a_write_that_raises_counts_nothing(device):
-    """Whatever a call raises, and wherever: lengths, pages, free pages and rows in use are as they
-    were."""
+    """If a call raises, at any point, then lengths, pages, free pages and the rows in use stay as
+    they were."""
     gen = generator("raises")
     cache = make(device, layers=2)
     a = cache.allocate()
@@ -512,7 +512,7 @@ def test_modes_around_the_cache_change_nothing(mode, made, device):
     parts = [tokens(gen, cache, n) for n in (6, 1, 2)]
 
     def session(cache):
-        """Every call that hands out tensors or writes."""
+        """Makes every call that returns tensors or writes."""
         a = cache.allocate()
         results = [cache.append([a], *parts[0], 6)]
         b = cache.fork(a)
@@ -526,7 +526,7 @@ def test_modes_around_the_cache_change_nothing(mode, made, device):
         a, b, got = session(cache)
     for x, y in zip(got, want, strict=True):
         assert x.device == y.device and x.dtype == y.dtype and torch.equal(x, y)
-    cache.append([b], *parts[2], 2)  # what was made inside serves outside
+    cache.append([b], *parts[2], 2)  # tensors made inside the mode can be used outside
     assert cache.length(b) == 9
     check_pool(cache, [a, b])
     assert same_bits(held(cache, b)[0], torch.cat([p[0] for p in parts]))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PagedKVCache of latents (MLA): rows that are stored once, in the cache's dtype or in 8 bits."""
+"""PagedKVCache of latents (MLA): one row holds both key and value, in the cache's dtype or in 8
+bits."""
 
 import copy
 import pickle
@@ -75,7 +76,7 @@ def test_rows_are_stored_once_and_read_back(latent, dtype, device):
 
 @pytest.mark.parametrize("latent, dtype", FORMS, ids=str)
 def test_shared_pages_are_copied_before_they_are_written(latent, dtype, device):
-    """fork, copy on write, truncation, publish and match, as of keys and values."""
+    """fork, copy on write, truncate, publish and match work as for keys and values."""
     gen = generator("latent shared", latent, dtype)
     cache = made(latent, dtype, device)
     one = cache.allocate()
@@ -98,8 +99,8 @@ def test_shared_pages_are_copied_before_they_are_written(latent, dtype, device):
 
 @pytest.mark.parametrize("latent, dtype", FORMS, ids=str)
 def test_kept_tokens_move_once(latent, dtype, device):
-    """Token 7 moves to the place of 6, and token 9 to that of 7. v is a view of k, so that a second
-    move would put the latents of 9 in the place of 6."""
+    """keep moves token 7 to position 6 and token 9 to position 7. v is a view of k, so moving it, too,
+    would put token 9 at position 6."""
     gen = generator("latent keep", latent, dtype)
     cache = made(latent, dtype, device)
     one, other = cache.allocate(), cache.allocate()
