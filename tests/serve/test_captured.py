@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Captured steps with one token a request, with drafts and with short prompts: which there are, and
-that answers are those of steps that are not captured. On a CPU a replay runs the network again over
-the graph's own inputs."""
+"""Captured steps with one token per request, with drafts and with short prompts: the shapes that are
+captured, and that answers are the same as without captures. On a CPU, a replay runs the network again
+on the graph's inputs."""
 
 import math
 import pickle
@@ -70,7 +70,7 @@ def test_a_step_takes_the_smallest_shape_with_room():
     trees = Shapes.upto(64, 4, 2)
     assert trees.of([9], 9, True) == trees.of([5], 5, False) == Shape(1, 9, 9, 9, 9)
     draw = random.Random(0)
-    for _ in range(300):  # none that has room is smaller
+    for _ in range(300):  # a shape is found exactly if one has room
         counts = [draw.choice((1, 1, 2, 4, 5, 40)) for _ in range(draw.randint(1, 70))]
         rows, mask = draw.choice((len(counts), sum(counts))), draw.random() < 0.3
         found = trees.of(counts, rows, mask)
@@ -106,9 +106,9 @@ def test_costs_are_learned(net, on_cpu):
     for _ in range(30):
         known.took(4.7e-3, 4.2, 4, 12)
     assert known.ratio(4, 16) == pytest.approx(4.7 / 5.04, rel=0.02)
-    known.took(9.0, 4.2, 4, 12)  # a stall
+    known.took(9.0, 4.2, 4, 12)  # one slow step must not count
     assert known.ratio(4, 16) < 1.1
-    for _ in range(2000):  # without drafts for long
+    for _ in range(2000):  # many steps without drafts
         known.took(4.04e-3, 4.04, 4, 0)
     assert known.ratio(4, 16) == pytest.approx(first, rel=0.01)
 
@@ -129,21 +129,21 @@ def watch(model):
 
 
 def kinds(model, seen):
-    """(steps with one token each, with drafts, with prompts) that were captured."""
+    """The numbers of captured steps (with one token per request, with drafts, with prompts)."""
     return [sum(seen[s] for s in family) for family in model.shapes]
 
 
 @pytest.fixture
 def always(monkeypatch):
-    """When it is called, every step from then on has drafts that may have some."""
+    """Returns a function. After its call, every step that may have drafts has some."""
     return lambda: monkeypatch.setattr(Costs, "ratio", lambda *_: 0.0)
 
 
 @pytest.mark.parametrize("branches", (1, 3))
 @pytest.mark.parametrize("follows", (False, True))
 def test_answers_are_those_without_captures(net, on_cpu, branches, follows, always):
-    """Penalties, log probabilities, end tokens, seeds, requests that join and leave, copies of a
-    prompt, prefixes: in steps with drafts, with prompts and with neither."""
+    """Requests have penalties, log probabilities, end tokens, seeds, equal prompts and shared
+    prefixes, and join and leave. There are steps with drafts, with prompts and with neither."""
     common, *rest = prompts_of(36, 5, 30, 17, 1, 70, 9, seed=2)
     prompts = [(common if i % 2 else []) + own for i, own in enumerate(rest)]
     how = {"copies": 2, "max_batch": 12, "max_step_tokens": 100}
@@ -163,7 +163,8 @@ def test_answers_are_those_without_captures(net, on_cpu, branches, follows, alwa
 
 
 def test_prompts_beside_captured_steps(net, on_cpu, wanted):
-    """Requests come one by one. Each prompt is a captured step, or some; a long one is none."""
+    """Requests arrive one by one. A prompt is run in one or more captured steps, but a long prompt is
+    not captured."""
     model = on_cpu(TransformersModel(net, 300, captured_batch=16), 16)
     model.follows = True
     model.prepare(16)
@@ -185,7 +186,7 @@ def test_prompts_beside_captured_steps(net, on_cpu, wanted):
 
 
 def test_inactive_rows_write_nothing(net, on_cpu):
-    """What an earlier, larger step has left in the inputs of a graph reaches no page."""
+    """Inputs that an earlier, larger step left in a graph are not written to any page."""
     model = on_cpu(TransformersModel(net, 16, captured_batch=4), 4)
     model.prepare(4, drafts=3, branches=2)
     handles = [model.cache.allocate() for _ in range(4)]
@@ -218,7 +219,7 @@ def test_more_rows_than_a_graph_has(net, on_cpu):
 
 @pytest.mark.parametrize("kind", ("Mistral", "Gemma2"))
 def test_windows(kind, on_cpu, always):
-    """A request behind the window has one branch, in a graph with a mask."""
+    """A request that is longer than the window has one branch, in a graph with a mask."""
     net = network(kind, sliding_window=24)
     prompts = [[t % net.config.vocab_size for t in p] for p in prompts_of(6, 18, 40, seed=3)]
     want, _ = answers_of(TransformersModel(net, 64), prompts, max_drafts=0, tokens=24)
@@ -233,7 +234,7 @@ def test_windows(kind, on_cpu, always):
 
 
 def test_drafts_as_long_as_the_context(net, on_cpu, always):
-    """Trees are longer than the longest sequence may be."""
+    """Trees have more tokens than the longest sequence may have."""
     model = on_cpu(TransformersModel(net, 40, captured_batch=1), 1)
     model.max_length = 64
     model.prepare(1, drafts=4, branches=4)
@@ -251,7 +252,7 @@ def test_drafts_as_long_as_the_context(net, on_cpu, always):
 
 
 def test_other_ranks_replay_the_same_steps(net, on_cpu, monkeypatch, always):
-    """What rank 0 sends is enough for another rank to have the same cache."""
+    """The messages of rank 0 are enough for another rank to build the same cache."""
     monkeypatch.setattr(models, "PagedKVCache", CopyingCache)
     first, second = (on_cpu(TransformersModel(net, 40, captured_batch=4), 4) for _ in range(2))
     for model in (first, second):
@@ -292,7 +293,8 @@ def test_other_ranks_replay_the_same_steps(net, on_cpu, monkeypatch, always):
     "branches, dtype", ((1, None), (3, None), (2, torch.float8_e4m3fn)), ids=str
 )
 def test_graphs(branches, dtype, always):
-    """The same with graphs, and after other tensors have taken what was free at the capture."""
+    """Answers are the same with CUDA graphs, also after other tensors have taken the memory that was
+    free at the capture."""
     net = random_llama("tiny", "cuda")
     patch(net, say=None)
     scale = torch.tensor(0.02, device="cuda")
@@ -324,7 +326,8 @@ def test_graphs(branches, dtype, always):
 
 @pytest.mark.gpu
 def test_graphs_of_prompts():
-    """Steps with prompts follow on the device, captured and not: the tokens of generate."""
+    """Steps with prompts, captured or not, follow each other on the device without the host. The
+    tokens are those of generate."""
     net = random_llama("tiny", "cuda")
     prompts = prompts_of(100, 3, 60, 200, 17, 300, 1, seed=3)
     want = generated(net, prompts, 20)
@@ -349,8 +352,8 @@ def test_graphs_of_prompts():
 
 
 def test_drafts_follow_their_cost(net, on_cpu, monkeypatch):
-    """Of a text that repeats itself: there are drafts early if they cost little, later and longer
-    if they cost more, none if they cost more than they can give."""
+    """The text repeats itself. Cheap drafts begin early, dearer drafts begin later and are longer, and
+    there are none if drafts cost more than they can save."""
     (prompt,) = prompts_of(30, seed=1)
     figures, first = [], []
     for cost in (1.2, 2.5, 9.0):
@@ -375,8 +378,8 @@ def test_drafts_follow_their_cost(net, on_cpu, monkeypatch):
 
 
 def test_wrong_drafts_stop(net, on_cpu):
-    """The same two tokens are always followed by others: drafts are wrong, and end. When the text
-    repeats itself they come back."""
+    """The tokens 1, 2 are followed by another token each time, so drafts are wrong and stop. When the
+    text repeats itself, drafts return."""
     model = on_cpu(TransformersModel(net, 64, captured_batch=1), 1)
     model.prepare(1, drafts=4)
     model.follows = True
@@ -399,6 +402,6 @@ def test_wrong_drafts_stop(net, on_cpu):
     steps, drafted = engine.metrics.steps, engine.metrics.drafted
     run(engine)
     assert request.answer == text[9:]
-    # two tokens of three can be guessed, though not the one in whose place the first draft is wrong
+    # of each three tokens, 1 and 2 can be predicted, but the third cannot
     assert drafted < once // 2
     assert engine.metrics.steps - steps < 120 and engine.metrics.accepted > 60

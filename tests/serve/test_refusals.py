@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the server refuses: by the field's name, in OpenAI's form, and without harm to other calls."""
+"""Calls that the server refuses. Errors name the field and have OpenAI's form, and other calls go on."""
 
 import json
 
@@ -12,7 +12,7 @@ from torch_gpukern.serve import Busy, Refused, Request
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest_plugins = ("serve_fixtures",)
 
-HUGE = 2**1024  # no float
+HUGE = 2**1024  # larger than any float
 NO_NUMBERS = ("1", True, [1], {"a": 1}, float("nan"), float("inf"), -float("inf"), HUGE, -HUGE)
 NO_INTEGERS = ("1", True, [1], {"a": 1}, 1.5, 1.0, float("nan"), -HUGE)
 FIELDS = {
@@ -229,7 +229,7 @@ def test_a_full_queue_is_503(served):
 
 
 def test_the_engine_refuses_what_no_step_can_run(quick, wanted):
-    """With a request beside them that ends as if they had not been."""
+    """Refused requests do not change the answer of a request that is being served."""
     (prompt,) = prompts_of(20)
     kept = quick.submit(Request(prompt, max_tokens=12))
     bad = {
@@ -251,7 +251,7 @@ def test_the_engine_refuses_what_no_step_can_run(quick, wanted):
     quick.max_waiting = 2
     with pytest.raises(Busy):
         quick.submit_all([Request([1]), Request([2])])
-    assert len(quick.waiting) == 1  # all or none
+    assert len(quick.waiting) == 1  # submit_all takes all requests or none
     run(quick)
     assert kept.answer == wanted(prompt, 12) and all_free(quick)
 
