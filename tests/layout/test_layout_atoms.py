@@ -16,13 +16,13 @@ from torch_gpukern.layout import atoms, banks
 
 
 def elements(tv, rows):
-    """(lane, value) -> (row, column)."""
+    """Maps (lane, value) to (row, column)."""
     lanes = tv[0].size
     return {(i % lanes, i // lanes): (o % rows, o // rows) for i, o in enumerate(tv.offsets)}
 
 
-# (k, bits): A as (row, column of k), B as (k, n); lane l is group l / 4, t = l % 4 in it. PTX ISA
-# 9.0, 9.7.14.5.
+# By (k, bits): the element (row, k) of A and (k, n) of B that value i of a lane holds. Lane l is
+# thread t = l % 4 of group g = l / 4. PTX ISA 9.0, 9.7.14.5.
 PTX_MMA = {
     (8, 16): (
         lambda g, t, i: (g if i < 2 else g + 8, t * 2 + (i & 1)),
@@ -85,8 +85,8 @@ def test_wgmma_fragments(n):
 
 
 def test_two_accumulators_are_one_a_fragment():
-    """Attention multiplies P from registers because of this identity: C of two n8 products is A of
-    k16."""
+    """The accumulators C of two products with n = 8 have the layout of an operand A with k = 16.
+    Attention can therefore multiply P from registers."""
     c = L.TiledMma(atoms.mma_sync(16, 16)).tv("c", (16, 16))
     assert c.offsets == atoms.mma_sync(16, 16).a.offsets
 
@@ -94,7 +94,7 @@ def test_two_accumulators_are_one_a_fragment():
 @pytest.mark.parametrize("layout", ["TN", "TT", "NN", "NT"])
 @pytest.mark.parametrize("c_bits", [16, 32])
 def test_quadpair_fragments(layout, c_bits):
-    """PTX ISA, m8n8k4 with .f16, by the lane of quad pair 0."""
+    """m8n8k4 with .f16 in the PTX ISA, for the lanes of quad pair 0."""
     atom = atoms.quadpair(layout, c_bits)
     for t in range(8):
         lane = atom.lanes(t)
@@ -194,11 +194,11 @@ def test_tiled_copies_and_products_cover_each_element_once():
 
 
 def tma_bytes(rows, row_bytes, span):
-    """A model of TMA's writes, from the pictures of the CUDA guide: byte of the box -> byte of
-    shared memory.
+    """A model of TMA's writes, from the figures of the CUDA guide. It maps each byte of the box to a
+    byte of shared memory.
 
-    The row of `span` bytes that a 16-byte chunk lies in decides where the chunk goes. Without a
-    span chunks keep their places.
+    With a swizzle of `span` bytes, the row of a 16-byte chunk decides where the chunk goes. Without
+    a swizzle, chunks stay in order.
     """
     place = {}
     for byte in range(rows * row_bytes):
@@ -306,7 +306,7 @@ def test_ldmatrix_rows(text, down):
 
 
 def test_layouts_agree_with_the_header_on_tiles():
-    """The same swizzle as smem_tile of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128
+    """The swizzle is that of smem_tile in csrc/cuda/layout/banks.cuh. Its rows of 32, 64 and 128
     bytes have TMA's layout."""
     for span in (32, 64, 128):
         bits = {32: 1, 64: 2, 128: 3}[span]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """docs/layout.md, learn/claims.md and learn/patterns.md agree with the code: every command draws
-the picture beside it, and every example runs."""
+the picture shown with it, and every example runs."""
 
 import csv
 import doctest
@@ -40,8 +40,8 @@ def test_no_picture_without_a_command():
 
 
 def test_the_stage_is_the_kernels():
-    """The page's picture and tensor map of K's panel are of the box that the kernels' own header
-    prints."""
+    """The page's picture and tensor map of a panel of K show the box that the kernels' header
+    prints (tests/data/layout.golden)."""
     golden = (ROOT / "tests" / "data" / "layout.golden").read_text()
     cols, rows, stride = re.search(
         r"^box keys = Sw<3,3,3> o 0 o \((\d+),(\d+),1\):\(1,(\d+),\d+\) \1,\2,1 128 \d+$",
@@ -88,8 +88,8 @@ def test_claims():
 
 
 def test_claims_were_counted():
-    """Every access of the page is one of banks.cu's; its clocks are the model's, and those of
-    learn/counters.csv."""
+    """Every access on the page is one of banks.cu's. Its clocks equal those of the model and those
+    in learn/counters.csv."""
     with (ROOT / "learn" / "counters.csv").open() as file:
         counted = {row["what"]: row for row in csv.DictReader(file)}
     rows = re.findall(
