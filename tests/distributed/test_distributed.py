@@ -677,8 +677,8 @@ def check_experts_over_ranks(ranks):
         expert_of = torch.randint(
             1, total + 1, (sum(tokens), each), generator=gen, device="cpu"
         ).to(x.device)
-        # Numbers after the last expert and below 0 are no experts. These choices must not affect a
-        # result or gradient, whatever x and weight_of contain.
+        # A negative number or one after the last expert names no expert. Such a choice must not affect
+        # a result or gradient, whatever x and weight_of contain.
         for t, value in ((expert_of, -1), (x, float("nan")), (weight_of, float("nan"))):
             t[::4] = value
         given = [t.requires_grad_() for t in (x, weight_of, *whole)]
@@ -1048,7 +1048,7 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
 
 
 def _refused(calls, error=ValueError):
-    """Each call of {part of the error's text: call} raises on this rank."""
+    """Checks that each call of {part of the error's text: call} raises on this rank."""
     for text, call in calls.items():
         with pytest.raises(error, match=text):
             call()
@@ -1196,7 +1196,7 @@ def check_contents_of_tables_that_are_refused(ranks):
     packed = torch.zeros(8, 4, 8)
     row, target = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
     odd = ranks.rank == 1
-    if CUDA:  # kernels read contents there, and a later call raises
+    if CUDA:  # kernels check contents on the device, and a later call raises
         for wrong in ([0, 9 * RANKS], [1, 8 * RANKS], [0, 5, 3, 8 * RANKS], [0, 8 * RANKS]):
             most = 8 * RANKS - 1 if wrong == [0, 8 * RANKS] else 9 * RANKS
             for is_causal in (False, True):
@@ -1338,8 +1338,8 @@ def check_operands_that_are_fetched(ranks):
 
 
 def check_sums_in_mailboxes(ranks):
-    """Small sums: the ranks' products are added in float32 in rank order and rounded once.
-    Repeated, with other sizes, and in two graphs at the same time."""
+    """Small sums: the ranks' products are added in float32 in rank order and rounded once. Calls are
+    repeated, have several sizes, and run in two graphs at the same time."""
     if not CUDA:
         return
     gen = generator("mailboxes")
@@ -1378,7 +1378,7 @@ def check_sums_in_mailboxes(ranks):
 
 
 def check_early_runs_wait_for_the_keys_that_they_see(ranks):
-    """As in large calls, the first run of queries is given only the first keys."""
+    """The first run of queries gets only the first keys, as in large calls."""
     from torch_gpukern.distributed import gathered
 
     least, gathered._STAGED_BYTES = gathered._STAGED_BYTES, 0
@@ -1819,7 +1819,7 @@ def test_the_table_of_scale_is_the_page_s(monkeypatch):
 
 
 def test_scripts_of_ranks_say_why_they_refuse():
-    """A benchmark without torchrun fails with one line. A training that cannot be cut over the ranks
+    """A benchmark without torchrun fails with one line. A training that cannot be split over the ranks
     says why at the end of torchrun's summary."""
     root = Path(__file__).resolve().parents[2]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -2249,8 +2249,8 @@ def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
 @pytest.mark.parametrize("size", (2, 3, 4, 8))
 @pytest.mark.parametrize("way", ("sums", "by rank", "by columns"))
 def test_large_products_are_summed_over_ranks(size, way, monkeypatch):
-    """The sums are sent in parts, or the operands are fetched. Rows and inner dimensions are cut
-    evenly and not; b has either order of strides."""
+    """The sums are sent in parts, or the operands are fetched. Rows and inner dimensions are split
+    evenly and unevenly. b is contiguous by rows or by columns."""
     from torch_gpukern.distributed import products
 
     how_many = {(4096, 10240): 2, (4096, 6144): 3, (4096, 57344): 3, (1, 1): 4}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Transfers by copy engines, with stand-ins for streams, events and buffers. They need neither a GPU
-nor a second rank. Tested are the event that a wait takes, and that an op that raises releases its
-buffers."""
+"""Transfers by copy engines, with fake streams, events and buffers, so that neither a GPU nor a second
+rank is needed. A wait must take the right event, and an op that raises must release its buffers."""
 
 import contextlib
 
@@ -21,7 +20,7 @@ class Ranks:
 
 
 class Pool:
-    """Counts copies: the event after the nth copy is n."""
+    """A fake pool that counts copies. The event after the nth copy is the number n."""
 
     def __init__(self):
         self.stream, self.copies = self, 0
@@ -37,7 +36,8 @@ class Pool:
 @pytest.mark.parametrize("steps", (1, 2, 3))
 @pytest.mark.parametrize("second", ((), (1,), (2,), (3,), (1, 3), (2, 3), (1, 2, 3)))
 def test_waiting_for_ranks_waits_for_the_last_copy_of_each(steps, second, monkeypatch):
-    """Ranks with a second run are copied a second time, behind the first runs of all ranks."""
+    """The ranks in `second` have two runs of rows. Second runs are copied after the first runs of all
+    ranks."""
     moving, pool = transport.Gather.__new__(transport.Gather), Pool()
     moving._pool, moving._ranks, moving._posted, moving._last_copy = pool, Ranks(), [], {}
     moving._runs = [[(0, 0, 1)] * (2 if rank in second else 1) for rank in range(4)]
