@@ -194,8 +194,8 @@ gk_status gk_ladder_gemm(int32_t rung, const void *a, const void *b, void *out, 
     const gk_gemm_args args = gemm_args(p);
     gk_plan plan;
     if (!plan_of(rung, &ctx, &args, &plan))
-        return gk_fail(GK_ERR_UNSUPPORTED, "gk_ladder_gemm: no instance of the library serves rung %d",
-                       rung);
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "gk_ladder_gemm: no instance of the library serves rung %d", rung);
     if (plan.workspace_bytes > 0 && !workspace)
         return gk_fail(GK_ERR_WORKSPACE, "gk_ladder_gemm: rung %d needs a workspace of %zu bytes",
                        rung, plan.workspace_bytes);
@@ -208,10 +208,9 @@ gk_status gk_ladder_gemm_f32(int32_t rung, const void *a, const void *b, void *o
     const gk_status status = refusal(rung, m, n, k, &ctx);
     if (status != GK_OK) return status;
     if (!runs_f32[rung - 1])
-        return gk_fail(
-            GK_ERR_UNSUPPORTED,
-            "gk_ladder_gemm_f32: rung %d (%s) uses tensor cores and takes only bfloat16", rung,
-            rungs[rung - 1].name);
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "gk_ladder_gemm_f32: rung %d (%s) uses tensor cores and takes only bfloat16",
+                       rung, rungs[rung - 1].name);
     const gk_status placed = misplaced(a, b, out);
     if (placed != GK_OK) return placed;
     return runs_f32[rung - 1](
