@@ -1396,23 +1396,28 @@ static double weight_code(gk_weight_format format, double code, double zero) {
                                                       : code;
 }
 
-static void weight_expect(void) {
-    const gk_weight_gemm_args *x = &wg.args;
-    const int64_t m = x->a.shape[0], n = x->n, k = x->a.shape[1], groups = x->scale.shape[0];
+/* Draws the operands of a call with so many codes and scales. */
+static void weight_fill(int64_t codes, int64_t scales) {
     check_fill_normal(&wg.a, 1);
     check_fill_normal(&wg.bias, 1);
     check_fill(&wg.global_scale, 0.125);
-    for (int64_t i = 0; i < n * k; ++i)
+    for (int64_t i = 0; i < codes; ++i)
         check_set(&wg.q.t, i,
-                  x->format == GK_W_E4M3 ? 0.25 * (double)(check_below(256) - 128)
-                  : x->format == GK_INT8 ? (double)(check_below(256) - 128)
-                  : x->format == GK_INT4 ? (double)(check_below(16) - 8)
-                                         : (double)check_below(16));
-    for (int64_t i = 0; i < groups * n; ++i) {
+                  wg.args.format == GK_W_E4M3 ? 0.25 * (double)(check_below(256) - 128)
+                  : wg.args.format == GK_INT8 ? (double)(check_below(256) - 128)
+                  : wg.args.format == GK_INT4 ? (double)(check_below(16) - 8)
+                                              : (double)check_below(16));
+    for (int64_t i = 0; i < scales; ++i) {
         check_set(&wg.scale.t, i,
                   wg.powers ? ldexp(1, (int)check_below(5) - 4) : 0.05 + fabs(check_normal()));
         check_set(&wg.zero.t, i, (double)check_below(16));
     }
+}
+
+static void weight_expect(void) {
+    const gk_weight_gemm_args *x = &wg.args;
+    const int64_t m = x->a.shape[0], n = x->n, k = x->a.shape[1], groups = x->scale.shape[0];
+    weight_fill(n * k, groups * n);
     const gk_pack_weight_args pack = {
         .size = sizeof pack, .q = wg.q.t, .format = x->format, .packed = wg.packed.t};
     gk_ref_pack_weight(&ref_ctx, &pack);

@@ -93,20 +93,7 @@ static void weight_grouped_expect(void) {
     const gk_weight_gemm_args *x = &wg.args;
     const int64_t m = x->a.shape[0], n = x->n, k = x->a.shape[1], high = x->scale.shape[0],
                   groups = wg_offs.t.shape[0], each = gk_round_up(n, 64), rows = groups * each;
-    check_fill_normal(&wg.a, 1);
-    check_fill_normal(&wg.bias, 1);
-    check_fill(&wg.global_scale, 0.125);
-    for (int64_t i = 0; i < rows * k; ++i)
-        check_set(&wg.q.t, i,
-                  x->format == GK_W_E4M3 ? 0.25 * (double)(check_below(256) - 128)
-                  : x->format == GK_INT8 ? (double)(check_below(256) - 128)
-                  : x->format == GK_INT4 ? (double)(check_below(16) - 8)
-                                         : (double)check_below(16));
-    for (int64_t i = 0; i < high * rows; ++i) {
-        check_set(&wg.scale.t, i,
-                  wg.powers ? ldexp(1, (int)check_below(5) - 4) : 0.05 + fabs(check_normal()));
-        check_set(&wg.zero.t, i, (double)check_below(16));
-    }
+    weight_fill(rows * k, high * rows);
     int64_t end = 0;
     const int64_t all_in = check_below(4) ? -1 : check_below(groups); /* one group has all rows */
     for (int64_t g = 0; g < groups; ++g) {

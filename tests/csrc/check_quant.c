@@ -286,12 +286,34 @@ static void check_quantize(int64_t m, int64_t k) {
     }
 }
 
-/* Every int8 kernel of this machine, not only the first that serves the call, must give the bits
- * of ref/. Codes cover the whole range. One case has only the smallest code, for which quads
- * have the largest excess. */
-static void check_int8(int64_t m, int64_t n, int64_t k) {
+/* Runs a call by every int8 kernel of this machine, not only by the first that serves it. Each must
+ * give the bits that ref/ wrote to out, the result in args, which is another tensor afterwards. */
+static void check_int8_instances(gk_op op, const void *args, gk_tensor *out, int64_t m, int64_t n,
+                                 int64_t k, int form) {
     int num;
-    const gk_cpu_instance *rows = gk_cpu_instances(GK_OP_SCALED_GEMM, &num);
+    const gk_cpu_instance *rows = gk_cpu_instances(op, &num);
+    const gk_tensor expected = *out;
+    for (int r = 0; r < num; ++r)
+        for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {
+            gk_plan plan;
+            memset(&plan, 0, sizeof plan);
+            isa = gk_isa_names[rows[r].isa];
+            const gk_context ctx = check_context(isa, workers);
+            if (rows[r].dtype != GK_I8 || !gk_cpu_has(rows[r].isa)) continue;
+            check_tensor result = check_dense(expected.dtype, expected.ndim, expected.shape);
+            *out = result.t;
+            if (!rows[r].kernel->plan(&ctx, args, &plan)) continue;
+            describe(rows[r].name, m, n, k, form);
+            check_workspace w = check_workspace_make(plan.workspace_bytes);
+            rows[r].kernel->run(&ctx, args, &plan, w.data);
+            check_workspace_end(&w);
+            check_result(check_same_bits(out, &expected), "the bits are not those of ref/");
+        }
+}
+
+/* scaled_gemm by every int8 kernel. Codes cover the whole range. One case has only the smallest
+ * code, for which quads have the largest excess. */
+static void check_int8(int64_t m, int64_t n, int64_t k) {
     for (int form = 0; form < 6; ++form) {
         /* sums are then float32, so values are small to be exact */
         const bool along_k = form == 0 || form == 3 || form == 4;
@@ -319,23 +341,7 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
             check_result((strstr(e.instance, "amx") != NULL) == (m > 8), "%lld rows go by %s",
                          (long long)m, e.instance);
         }
-        for (int r = 0; r < num; ++r)
-            for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {
-                gk_plan plan;
-                memset(&plan, 0, sizeof plan);
-                isa = gk_isa_names[rows[r].isa];
-                ctx = check_context(isa, workers);
-                if (rows[r].dtype != GK_I8 || !gk_cpu_has(rows[r].isa)) continue;
-                check_tensor out = dense(GK_F32, m, n);
-                args.out = out.t;
-                if (!rows[r].kernel->plan(&ctx, &args, &plan)) continue;
-                describe(rows[r].name, m, n, k, form);
-                check_workspace w = check_workspace_make(plan.workspace_bytes);
-                rows[r].kernel->run(&ctx, &args, &plan, w.data);
-                check_workspace_end(&w);
-                check_result(check_same_bits(&out.t, &expected.t),
-                             "the bits are not those of ref/");
-            }
+        check_int8_instances(GK_OP_SCALED_GEMM, &args, &args.out, m, n, k, form);
         check_free(0);
     }
 }
@@ -344,8 +350,6 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
  * way. */
 static void check_int8_groups(int64_t m, int64_t n, int64_t k) {
     static const int k_last[3] = {0, 2, 1};
-    int num;
-    const gk_cpu_instance *rows = gk_cpu_instances(GK_OP_GROUPED_GEMM, &num);
     for (int form = 0; form < 8; ++form) {
         const bool by_rows = form % 2 == 0, along_k = form == 4;
         const int most = along_k ? 2 : 128;
@@ -385,23 +389,7 @@ static void check_int8_groups(int64_t m, int64_t n, int64_t k) {
         args.out = expected.t;
         gk_context ctx = check_context("base", 1);
         gk_ref_grouped_gemm(&ctx, &args);
-        for (int r = 0; r < num; ++r)
-            for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {
-                gk_plan plan;
-                memset(&plan, 0, sizeof plan);
-                isa = gk_isa_names[rows[r].isa];
-                ctx = check_context(isa, workers);
-                if (rows[r].dtype != GK_I8 || !gk_cpu_has(rows[r].isa)) continue;
-                check_tensor out = check_dense(GK_F32, by_rows ? 2 : 3, of_out + by_rows);
-                args.out = out.t;
-                if (!rows[r].kernel->plan(&ctx, &args, &plan)) continue;
-                describe(rows[r].name, m, n, k, form);
-                check_workspace w = check_workspace_make(plan.workspace_bytes);
-                rows[r].kernel->run(&ctx, &args, &plan, w.data);
-                check_workspace_end(&w);
-                check_result(check_same_bits(&out.t, &expected.t),
-                             "the bits are not those of ref/");
-            }
+        check_int8_instances(GK_OP_GROUPED_GEMM, &args, &args.out, m, n, k, form);
         check_free(0);
     }
 }
