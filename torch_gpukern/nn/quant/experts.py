@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..._library import transforms_active
 from ...ops import (
     dequantize,
     grouped_gemm,
@@ -41,6 +39,7 @@ from ..moe import MoE, grouped_experts, is_transformers_experts, names_of_expert
 from ..moe import transformers_experts as forward_of_transformers
 from .quantized import HoldsCodes, check_state, taken
 from .schemes import DIMS, GROUPED, SCHEMES, Tensors, beside, ceil_div, half_of, nvfp4_whole
+from .straight_through import straight_through
 
 __all__ = ["SERVED", "PackedExperts", "QuantizedExperts", "become_experts", "why_not"]
 
@@ -124,8 +123,7 @@ class PackedExperts:
             rows.requires_grad or (bias is not None and bias.requires_grad)
         ):
             about = (self.recipe, self.shape, tuple(self.tensors))
-            through = _Transformable if transforms_active() else _StraightThrough
-            return through.apply(rows, bias, ends, about, *self.tensors.values())
+            return _straight_through(rows, bias, ends, about, *self.tensors.values())
         return self._product(rows, ends, bias)
 
     def times_swiglu(self, rows: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -241,7 +239,7 @@ def _product_of(
         return packed._product(rows, ends, bias)
 
 
-def _keep(ctx: Any, inputs: tuple, output: Any = None) -> None:
+def _keep(ctx: Any, inputs: tuple, result: Any) -> None:
     rows, bias, ends, about, *tensors = inputs
     ctx.save_for_backward(ends, *tensors)
     ctx.about = about, rows.dtype, None if bias is None else bias.dtype
@@ -260,25 +258,7 @@ def _gradients(ctx: Any, grad: Tensor):
     return rows, bias, None, None, *[None] * len(tensors)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """The products of `PackedExperts`. The gradient of rows is that of a product with the decoded
-    weights, as if nothing had been rounded; the weights have none."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any):
-        _keep(ctx, inputs)
-        return _product_of(*inputs)
-
-    backward = staticmethod(once_differentiable(_gradients))
-
-
-class _Transformable(torch.autograd.Function):
-    """That in the form that torch.func asks for, which takes the host longer."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_product_of)
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_gradients)
+_straight_through = straight_through(_product_of, _keep, _gradients)
 
 
 # ---- modules -------------------------------------------------------------------------------------

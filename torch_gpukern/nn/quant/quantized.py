@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..._library import NAMESPACE, transforms_active
+from ..._library import NAMESPACE
 from ...ops import gemm, silu_mul_quantize
 from ...ops.gemm import Activation
 from ...ops.wrong_types import refuse_non_tensors
@@ -17,6 +16,7 @@ from ...pickled import EIGHT_BITS, as_codes
 from ...reference import ACTIVATIONS
 from ..layers import has_hooks
 from .schemes import GROUPED, SCHEMES, Tensors, half_of
+from .straight_through import straight_through
 
 __all__ = ["QuantizedLinear"]
 
@@ -32,7 +32,7 @@ def _product(
         return SCHEMES[scheme].product(x, dict(zip(names, tensors, strict=True)), n, bias, "none")
 
 
-def _keep(ctx: Any, inputs: tuple, output: Any = None) -> None:
+def _keep(ctx: Any, inputs: tuple, result: Any) -> None:
     x, bias, scheme, n, names, *tensors = inputs
     ctx.save_for_backward(*tensors)
     ctx.about = scheme, n, x.shape[1], x.dtype, names, None if bias is None else bias.dtype
@@ -50,25 +50,7 @@ def _gradients(ctx: Any, grad: Tensor):
     return (dx, dbias, None, None, None, *[None] * len(names))
 
 
-class _StraightThrough(torch.autograd.Function):
-    """A scheme's product; x has the gradient of a product with the decoded weight, as if nothing
-    had been rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any):
-        _keep(ctx, inputs)
-        return _product(*inputs)
-
-    backward = staticmethod(once_differentiable(_gradients))
-
-
-class _Transformable(torch.autograd.Function):
-    """That in the form that torch.func asks for, which takes the host longer."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(_product)
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_gradients)
+_straight_through = straight_through(_product, _keep, _gradients)
 
 
 class HoldsCodes(torch.nn.Module):
@@ -224,8 +206,7 @@ class QuantizedLinear(HoldsCodes):
         if torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            through = _Transformable if transforms_active() else _StraightThrough
-            out = through.apply(
+            out = _straight_through(
                 rows, bias, self.scheme, self.out_features, self.names, *tensors.values()
             )
             out = ACTIVATIONS[self.activation](out)
