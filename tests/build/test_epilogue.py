@@ -219,7 +219,7 @@ def test_the_example(prefix, tmp_path):
     make(EXAMPLE, tmp_path, prefix, *options)
     library = tmp_path / "libmy_ops.so"
     kernels = library.read_bytes()
-    for name in (b"gemm_sm90a_kernel", b"gemm_pingpong_sm90a_kernel", b"gemm_sm80_kernel"):
+    for name in (b"GemmCooperative", b"GemmPingPong", b"gemm_sm80_kernel"):
         assert name in kernels
     assert not [x for x in needed(library) if "cuda" in x or "gpukern" in x]
     assert not [x for x in undefined(library) if x.startswith("gk_")]

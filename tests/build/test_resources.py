@@ -229,7 +229,7 @@ WITHOUT_PRODUCTS = (
 
 
 def test_wgmma_kernels_multiply_by_their_tile(report):
-    """The hot loop of gemm_sm90a_kernel<T, TILE, MODE> has the wgmma instructions that its tile
+    """The hot loop of a policy Gemm..<T, TILE, MODE> has the wgmma instructions that its tile
     asks for. A step is K64 times 64 of k. It has BM / WGS / 64 products for each 16 of k (ping-pong
     BM / 64) between one fence and one wait, and no others.
 
@@ -289,7 +289,7 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
             # each warpgroup a loop
             assert int(row["HGMMA"]) == 2 * (int(backward[1]) // 16 + 64 // 16 + 128 // 16), name
             assert int(row["USETMAXREG"]) == 2, name
-        if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
+        if not (kernel := re.search(r"<Gemm[A-Z]\w+<(?:b?f16, |float, )?(\w+)", name)):
             continue
         tile = tiles[kernel[1]]
         fragments = kernel[1].startswith("Tf32SwapAB")

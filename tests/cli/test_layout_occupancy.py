@@ -48,13 +48,13 @@ def test_command_line(capsys, tmp_path):
         cli.main(["occupancy", "--registers", "168", "--threads", "384", "--shared", "200000"]) == 0
     )
     assert "registers, shared memory" in capsys.readouterr().out
-    assert cli.main(["occupancy", "gemm_sm90a", "--threads", "384"]) == 0
-    assert "gemm_sm90a_kernel" in capsys.readouterr().out
+    assert cli.main(["occupancy", "GemmCooperative", "--threads", "384"]) == 0
+    assert "GemmCooperative<bf16" in capsys.readouterr().out
     for wrong, text in (
-        (["gemm_sm90a"], "give --threads"),
+        (["GemmCooperative"], "give --threads"),
         (["no such kernel", "--threads", "32"], "no kernel"),
         (["--registers", "300", "--threads", "32"], "0 to 255"),
-        (["gemm_sm90a", "--threads", "0"], "threads is 0; a block has 1 to 1024"),
+        (["GemmCooperative", "--threads", "0"], "threads is 0; a block has 1 to 1024"),
         (["--from", str(tmp_path / "none.so")], "does not exist"),
     ):
         assert cli.main(["occupancy", *wrong]) == 1 and text in capsys.readouterr().err

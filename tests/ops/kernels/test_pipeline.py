@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A model of the barrier protocol of Hopper's gemm (csrc/cuda/product/gemm/hopper.cuh), run under
-random schedules. It has mbarriers, and in each block of a cluster a copying thread and several
+"""A model of the barrier protocol of Hopper's gemm (csrc/cuda/product/shell.cuh and gemm/hopper.cuh),
+run under random schedules. It has mbarriers, and in each block of a cluster a copying thread and several
 warpgroups. Copies and products may end at any time.
 
 A run fails if nothing can proceed, if a copy lands in a stage that a product still reads, if a
@@ -126,7 +126,8 @@ def interleave(agents, events, rng):
 
 
 HOPPER = "product/gemm/hopper.cuh"
-BEGIN = re.compile(r"block\.begin\(([^,]+), ")  # the consumers of a block
+# the arrivals that release a stage: of ping-pong, of the other schedules, and for each writer
+EMPTY = re.compile(r"EMPTY_ARRIVALS = \(Shape::PING_PONG \? (\w+) : (\w+)\) \* (\w+);")
 
 
 @dataclass(frozen=True)
@@ -150,40 +151,29 @@ class Kernel:
 
 
 class Cluster:
-    """A cluster of gemm_sm90a_kernel and its siblings; the names are those of hopper.cuh."""
+    """A cluster of one of gemm's schedules; the names are those of hopper.cuh."""
 
     def __init__(self, kernel, rng):
         k = self.k = kernel
         self.rng = rng
         self.events = []  # copies and products in flight
         self.neighbours = k.cm + k.cn - 1
-        schedule = (
-            "pingpong_" if k.ping_pong and k.broken != "ping-pong: both count as consumers" else ""
-        )
-        (consumers,) = BEGIN.findall((CUDA / f"product/gemm/gemm_{schedule}sm90a.cu").read_text())
-        consumers = arrivals(
-            HOPPER,
-            "ring",
-            consumers=k.warpgroups if consumers == "Tile::WGS" else int(consumers),
-            WRITERS=self.neighbours,
-        )
+        (counts,) = EMPTY.findall((CUDA / HOPPER).read_text())
+        alternate = k.ping_pong and k.broken != "ping-pong: both count as consumers"
+        names = {"WGS": k.warpgroups, "WRITERS": self.neighbours}
+        consumers = eval(f"{counts[0 if alternate else 1]} * {counts[2]}", {}, names)
         consumers += {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
         blocks, stages = range(k.blocks), range(k.stages)
         self.full = [[Barrier(1) for _ in stages] for _ in blocks]
         self.empty = [[Barrier(consumers) for _ in stages] for _ in blocks]
-        # hopper.cuh makes these two for split-K, and for the last tiles that are halved
-        halved = 0 if k.ck > 1 else 1
-        self.exchanged = [
-            Barrier(arrivals(HOPPER, "ring_s + S::EXCHANGED", halved)) for _ in blocks
-        ]
-        unexchanged = arrivals(
-            HOPPER, "ring_s + S::EXCHANGED + 8", halved, SPLITS=k.ck, WGS=k.warpgroups
-        )
+        # hopper.cuh makes two more barriers for ping-pong, for split-K, and for the last tiles that
+        # are halved
+        use = 1 if k.ck > 1 else 2
+        self.exchanged = [Barrier(arrivals(HOPPER, "more_s", use)) for _ in blocks]
+        unexchanged = arrivals(HOPPER, "more_s + 8", use, SPLITS=k.ck, WGS=k.warpgroups)
         self.unexchanged = [Barrier(unexchanged) for _ in blocks]
         turn_count = (
-            1
-            if k.broken == "ping-pong: a warp tells for all"
-            else arrivals("product/gemm/gemm_pingpong_sm90a.cu", "order_s")
+            1 if k.broken == "ping-pong: a warp tells for all" else arrivals(HOPPER, "more_s", 0)
         )
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
         # for each stage: part of the stage -> the step whose bytes it contains

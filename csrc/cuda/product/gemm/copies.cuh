@@ -10,7 +10,7 @@
 /* The source of one operand's part. Rows outside the matrix are not copied, because TMA takes
  * three times as long for them as for rows inside. Their places in shared memory hold old
  * values, which only reach sums that are not stored. TMA fills k up with zeros. */
-struct Source {
+struct PartSource {
     const CUtensorMap *map;
     int x, boxes, bytes; /* first row of the tile; boxes of this part; bytes of all parts of the
                             tile, for K_BLOCK of k */
@@ -20,8 +20,8 @@ struct Source {
 /* x: the tile's first row. end: the map with the lower box, for last rows that do not fill a
  * box. */
 template <class Part>
-__device__ __forceinline__ Source source_of(const CUtensorMap &inside, const CUtensorMap &end,
-                                            int x, int64_t rows, int part) {
+__device__ __forceinline__ PartSource source_of(const CUtensorMap &inside, const CUtensorMap &end,
+                                                int x, int64_t rows, int part) {
     const int left = (int)rows - x;
     return {Part::ends(part, left) ? &end : &inside,
             x,
@@ -33,7 +33,7 @@ __device__ __forceinline__ Source source_of(const CUtensorMap &inside, const CUt
 /* Copies part `part` of K_BLOCK elements of k, from k on, into the cluster's blocks that the bit
  * mask `blocks` names. FIRST_OUT: L2 should evict these lines first. */
 template <class Part, bool ALONG_X, int SHARERS, bool FIRST_OUT>
-__device__ __forceinline__ void copy_part(smem_addr to_s, const Source &from, int k, int part,
+__device__ __forceinline__ void copy_part(smem_addr to_s, const PartSource &from, int k, int part,
                                           smem_addr full, uint16_t blocks) {
     tma_at at = from.at;
 #pragma unroll
@@ -65,13 +65,13 @@ template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
     static __device__ __forceinline__ int b_part(int rank) { return rank / A_SHARERS % B_SHARERS; }
 
     template <class Params>
-    static __device__ __forceinline__ void find(const Params &x, coord tile, int rank, Source &a,
-                                                Source &b) {
+    static __device__ __forceinline__ void find(const Params &x, coord tile, int rank,
+                                                PartSource &a, PartSource &b) {
         a = source_of<APart>(x.a, x.a_end, tile.row, x.p.m, rank % A_SHARERS);
         b = source_of<BPart>(x.b, x.b_end, tile.col, x.p.n, b_part(rank));
     }
-    static __device__ __forceinline__ void copy(const Source &a, const Source &b, smem_addr to_s,
-                                                int k, int rank, smem_addr full) {
+    static __device__ __forceinline__ void copy(const PartSource &a, const PartSource &b,
+                                                smem_addr to_s, int k, int rank, smem_addr full) {
         const int at_a = rank % A_SHARERS, at_b = b_part(rank);
         copy_part<APart, S::ALONG_M, A_SHARERS, A_ONCE>(
             to_s, a, k, at_a, full, ((1 << A_SHARERS) - 1) << (GRID ? at_b * A_SHARERS : 0));
@@ -80,18 +80,18 @@ template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
     }
     /* Copies all parts of a halved tile into this block alone. a, b: sources at its first rows. */
     template <class Params>
-    static __device__ __forceinline__ void copy_alone(const Params &x, Source a, Source b,
+    static __device__ __forceinline__ void copy_alone(const Params &x, PartSource a, PartSource b,
                                                       smem_addr to_s, int k, smem_addr full) {
 #pragma unroll
         for (int part = 0; part < A_SHARERS; ++part) {
-            const Source from = source_of<APart>(x.a, x.a_end, a.x, x.p.m, part);
+            const PartSource from = source_of<APart>(x.a, x.a_end, a.x, x.p.m, part);
             a.map = from.map;
             a.boxes = from.boxes;
             copy_part<APart, S::ALONG_M, 1, A_ONCE>(to_s, a, k, part, full, 1);
         }
 #pragma unroll
         for (int part = 0; part < B_SHARERS; ++part) {
-            const Source from = source_of<BPart>(x.b, x.b_end, b.x, x.p.n, part);
+            const PartSource from = source_of<BPart>(x.b, x.b_end, b.x, x.p.n, part);
             b.map = from.map;
             b.boxes = from.boxes;
             copy_part<BPart, S::ALONG_N, 1, false>(to_s + S::A::bytes, b, k, part, full, 1);

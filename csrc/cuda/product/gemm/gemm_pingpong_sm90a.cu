@@ -12,42 +12,40 @@
 
 namespace {
 
-template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
-    __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
-        gemm_pingpong_sm90a_kernel(const __grid_constant__ Params x) {
-    typedef Block<T, Tile, MODE> Block;
-    typedef typename Block::S S;
-    constexpr int MT = S::MT, N = Tile::BN / 2;
-    static_assert(Tile::PING_PONG, "a tile for each warpgroup");
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Block block(x, smem);
-    /* Barrier order_s + 8 w: warpgroup w may issue its products. */
-    const smem_addr order_s = block.ring_s + S::EXCHANGED;
-    block.begin(1, [&] {
-        mbarrier_init(order_s, 4);
-        mbarrier_init(order_s + 8, 4);
-    });
-    if (block.warpgroup == Tile::WGS) {
-        block.produce();
-    } else {
-        setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
+template <class T, class Shape, int MODE> struct GemmPingPong : Gemm<T, Shape, MODE> {
+    typedef Gemm<T, Shape, MODE> Base;
+    typedef typename Base::S S;
+    typedef Shell<GemmPingPong> Block;
+    static constexpr int MT = S::MT, N = Shape::BN / 2;
+    static_assert(Shape::PING_PONG, "a tile for each warpgroup");
+
+    struct Consumer {
         float sum[MT][N];
-        const int warpgroup = block.warpgroup;
-        const unsigned mine = block.first + warpgroup * block.step, next = 2 * block.step;
-        unsigned phase_parity = warpgroup ^ 1; /* warpgroup 0 does not wait for its first tile */
-        if (warpgroup > 0) block.ring.skip(block.steps);
+        /* Barrier order_s + 8 w: warpgroup w may issue its products. */
+        const smem_addr order_s;
+        unsigned phase_parity;
         tma_at at = {};
-        for (unsigned t = mine; t < block.all; t += next) {
-            if (t == mine) griddepcontrol_wait(); /* for the bias */
+
+        __device__ __forceinline__ explicit Consumer(Block &shell)
+            : order_s(shell.base_s + S::EXCHANGED),
+              phase_parity(shell.me.warpgroup ^
+                           1) { /* warpgroup 0 does not wait for its first tile */
+            if (shell.me.warpgroup > 0) shell.ring.skip(shell.part_steps);
+        }
+
+        __device__ __forceinline__ bool take(Block &shell, unsigned t, int) {
+            const typename Base::Thread &block = shell.me;
+            const GemmParams &x = shell.p;
+            const int warpgroup = block.warpgroup;
+            if (t == shell.mine()) griddepcontrol_wait(); /* for the bias */
             mbarrier_wait(order_s + 8 * warpgroup, phase_parity);
             phase_parity ^= 1;
-            block.multiply(sum, 0, block.steps);
-            const smem_addr last = block.ring.before();
+            block.multiply(shell.ring, sum, 0, shell.part_steps);
+            const smem_addr last = shell.ring.before();
             /* All products of this tile have been issued. */
             if (block.lane == 0) mbarrier_arrive(order_s + 8 * (warpgroup ^ 1));
-            block.ring.skip(block.steps);
-            block.end_products(sum, last);
+            shell.ring.skip(shell.part_steps);
+            block.end_products(sum, last, shell.part_steps);
 
             /* Found only now, so that no register holds the tile's coordinates over its
              * products. */
@@ -60,10 +58,10 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 at.c[0] = tile.col;
                 at.c[1] = tile.row + m * 64 + block.warp * 16;
                 if (!OWN_EPILOGUE && x.no_epilogue)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
+                    store_panels<T, typename S::Panel, Shape::PANELS, STORE_SUMS, true>(
                         x, sums, staging_s, at, batch, lane);
                 else if (x.plain) /* one variant for the rest: ping-pong hides its time */
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_ACTIVATED, true>(
+                    store_panels<T, typename S::Panel, Shape::PANELS, STORE_ACTIVATED, true>(
                         x, sums, staging_s, at, batch, lane);
             };
             /* One copy of the code; sums of the second 64 rows are shifted down. */
@@ -73,26 +71,18 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
 #pragma unroll
                 for (int i = 0; i < N; ++i) sum[0][i] = sum[MT - 1][i];
             }
+            return true;
         }
         /* Shared memory must stay allocated until TMA has read it. */
-        if (block.lane == 0) tma_store_wait_group_read<0>();
-    }
-    block.leave();
-}
-
-template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    static constexpr Instance of_mode[] = {
-        instance_of<T, Tile, 0, gemm_pingpong_sm90a_kernel<T, Tile, 0>>(),
-        instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
-        instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
-        instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
-    return run_instance(of_mode, ctx, args, plan, workspace);
-}
+        __device__ __forceinline__ void end(Block &shell) {
+            if (shell.me.lane == 0) tma_store_wait_group_read<0>();
+        }
+    };
+};
 
 } // namespace
 
 #define SM90_PING_PONG(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, \
                        bytes)                                                                \
-    HOPPER_LAUNCH_16(gemm_pingpong_sm90a, type, bytes)
+    HOPPER_LAUNCH_16(gemm_pingpong_sm90a, GemmPingPong, type, bytes)
 #include "instances.def"

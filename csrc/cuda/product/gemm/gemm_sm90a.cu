@@ -28,31 +28,30 @@
 
 namespace {
 
-template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
-    __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
-        gemm_sm90a_kernel(const __grid_constant__ Params x) {
-    typedef Block<T, Tile, MODE> Block;
-    typedef typename Block::S S;
-    constexpr bool TMA = BY_TMA<T, Tile>;
-    static_assert(S::MT == 1 && !Tile::SWAP_AB && !Tile::PING_PONG,
+template <class T, class Shape, int MODE> struct GemmCooperative : Gemm<T, Shape, MODE> {
+    typedef Gemm<T, Shape, MODE> Base;
+    typedef typename Base::S S;
+    typedef Shell<GemmCooperative> Block;
+    static constexpr bool TMA = BY_TMA<T, Shape>;
+    static_assert(S::MT == 1 && !Shape::SWAP_AB && !Shape::PING_PONG,
                   "a cooperative tile of 64 rows a warpgroup");
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Block block(x, smem);
-    block.begin(Tile::WGS, [] {});
-    if (block.warpgroup == Tile::WGS) {
-        block.produce();
-    } else {
-        if (Tile::WGS > 1) setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
-        const OwnProblem &p = x.p;
-        float sum[1][Tile::BN / 2];
+
+    struct Consumer {
+        const OwnProblem &p;
+        float sum[1][Shape::BN / 2];
         unsigned exchange_parity = 0, batch = 0;
-        const int row0 = Tile::WGS > 1 ? block.warpgroup * 64 : 0;
+        const int row0;
         coord tile = {};
         tma_at at = {};
-        for (unsigned t = block.first; t < block.all; t += block.step) {
+
+        __device__ __forceinline__ explicit Consumer(Block &shell)
+            : p(shell.p.p), row0(Shape::WGS > 1 ? shell.me.warpgroup * 64 : 0) {}
+
+        __device__ __forceinline__ bool take(Block &shell, unsigned t, int) {
+            const typename Base::Thread &block = shell.me;
+            const GemmParams &x = shell.p;
             block.find_results(t, batch, tile, at);
-            if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
+            if (t == shell.first()) griddepcontrol_wait(); /* for the bias and c */
             prefetch_epilogue(p.epilogue);
             if (x.plain) prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             own_prefetch<S::COLS>(p, tile.row + row0 + block.warp * 16,
@@ -60,10 +59,10 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             if (TMA && !x.across) /* in small tiles its loop would cost every step 5 instructions */
                 prefetch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
                                     tile.col + block.part * S::COLS, block.lane);
-            block.multiply(sum, row0, block.steps_of(t));
-            block.end_products(sum, block.ring.before());
-            if constexpr (TAIL<T, Tile, MODE>)
-                if (block.halved(t) && !block.add_halves(sum[0])) break;
+            block.multiply(shell.ring, sum, row0, Base::steps(shell, t));
+            block.end_products(sum, shell.ring.before(), shell.part_steps);
+            if constexpr (Base::HALVES)
+                if (block.halved(t) && !block.add_halves(sum[0])) return false;
 
             const int lane = threadIdx.x % 32;
             const smem_addr staging_s = block.staging_s();
@@ -72,43 +71,34 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 at.c[0] = col;
                 at.c[1] = row + block.warp * 16;
                 if (!OWN_EPILOGUE && x.no_epilogue)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, TMA>(
+                    store_panels<T, typename S::Panel, Shape::PANELS, STORE_SUMS, TMA>(
                         x, sums, staging_s, at, batch, lane);
                 else if (x.cheap_epilogue)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CHEAP, TMA>(
+                    store_panels<T, typename S::Panel, Shape::PANELS, STORE_CHEAP, TMA>(
                         x, sums, staging_s, at, batch, lane);
                 else if (OWN_EPILOGUE || x.plain || x.unaligned)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_UNALIGNED, TMA>(
+                    store_panels<T, typename S::Panel, Shape::PANELS, STORE_UNALIGNED, TMA>(
                         x, sums, staging_s, at, batch, lane);
                 else if constexpr (!OWN_EPILOGUE)
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s,
                                           row + block.warp * 16, p.m, col, x.across, lane);
             };
-            if constexpr (Tile::SPLITS > 1) {
-                float mine[1][Tile::BN / 2 / Tile::SPLITS];
+            if constexpr (Shape::SPLITS > 1) {
+                float mine[1][Shape::BN / 2 / Shape::SPLITS];
                 block.exchange(sum, mine, exchange_parity);
                 store(mine[0]);
             } else {
                 store(sum[0]);
             }
+            return true;
         }
-        /* Shared memory must stay allocated until TMA has read it. */
-        if (TMA && block.lane == 0) tma_store_wait_group_read<0>();
-        block.end_exchange(exchange_parity);
-    }
-    block.leave();
-}
-
-/* ---- the launch ------------------------------------------------------------------------------ */
-template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    static constexpr Instance of_mode[] = {
-        instance_of<T, Tile, 0, gemm_sm90a_kernel<T, Tile, 0>>(),
-        instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
-        instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
-        instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
-    return run_instance(of_mode, ctx, args, plan, workspace);
-}
+        __device__ __forceinline__ void end(Block &shell) {
+            /* Shared memory must stay allocated until TMA has read it. */
+            if (TMA && shell.me.lane == 0) tma_store_wait_group_read<0>();
+            shell.me.end_exchange(exchange_parity);
+        }
+    };
+};
 
 } // namespace
 
@@ -117,6 +107,6 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     static_assert(TAIL<__nv_bfloat16, type, 0> == ((COOP_TRAITS(wgs, tiles) & HALVES) != 0) && \
                       (type::ACROSS != 0) == ((COOP_TRAITS(wgs, tiles) & GRID) != 0),          \
                   "traits");                                                                   \
-    HOPPER_LAUNCH_16(gemm_sm90a, type, bytes)
+    HOPPER_LAUNCH_16(gemm_sm90a, GemmCooperative, type, bytes)
 #define SM90_NARROW SM90_COOP
 #include "instances.def"

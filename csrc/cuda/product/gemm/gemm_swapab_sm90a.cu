@@ -10,62 +10,52 @@
 
 namespace {
 
-template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
-    __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
-        gemm_swapab_sm90a_kernel(const __grid_constant__ Params x) {
-    typedef Block<T, Tile, MODE> Block;
-    typedef typename Block::S S;
-    static_assert(Tile::SWAP_AB && Tile::WGS == 1 && S::MT == 1, "64 weights");
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Block block(x, smem);
-    block.begin(1, [] {});
-    if (block.warpgroup == Tile::WGS) {
-        block.produce();
-    } else {
-        const OwnProblem &p = x.p;
-        float sum[1][Tile::BN / 2];
+template <class T, class Shape, int MODE> struct GemmSwapAB : Gemm<T, Shape, MODE> {
+    typedef Gemm<T, Shape, MODE> Base;
+    typedef typename Base::S S;
+    typedef Shell<GemmSwapAB> Block;
+    static_assert(Shape::SWAP_AB && Shape::WGS == 1 && S::MT == 1, "64 weights");
+
+    struct Consumer {
+        const OwnProblem &p;
+        float sum[1][Shape::BN / 2];
         unsigned exchange_parity = 0, batch = 0;
         coord tile = {};
         tma_at at = {};
-        for (unsigned t = block.first; t < block.all; t += block.step) {
+
+        __device__ __forceinline__ explicit Consumer(Block &shell) : p(shell.p.p) {}
+
+        __device__ __forceinline__ bool take(Block &shell, unsigned t, int) {
+            const typename Base::Thread &block = shell.me;
+            const GemmParams &x = shell.p;
             block.find_results(t, batch, tile, at);
-            if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
+            if (t == shell.first()) griddepcontrol_wait(); /* for the bias and c */
             prefetch_epilogue(p.epilogue);
-            block.multiply(sum, 0, block.steps);
-            block.end_products(sum, block.ring.before());
-            float *const staging =
-                (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
+            block.multiply(shell.ring, sum, 0, shell.part_steps);
+            block.end_products(sum, shell.ring.before(), shell.part_steps);
+            float *const staging = (float *)(shell.base + S::PANELS);
             const auto store = [&](const auto &sums) {
                 store_transposed<T, S::COLS, S::SWAPAB_LD>(
                     p, gemm_place(p, batch), sums, staging, tile.row,
                     tile.col + block.part * S::COLS, x.no_epilogue, x.keep);
             };
-            if constexpr (Tile::SPLITS > 1) {
-                float mine[1][Tile::BN / 2 / Tile::SPLITS];
+            if constexpr (Shape::SPLITS > 1) {
+                float mine[1][Shape::BN / 2 / Shape::SPLITS];
                 block.exchange(sum, mine, exchange_parity);
                 store(mine[0]);
             } else {
                 store(sum[0]);
             }
+            return true;
         }
-        block.end_exchange(exchange_parity);
-    }
-    block.leave();
-}
-
-template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    static constexpr Instance of_mode[] = {
-        instance_of<T, Tile, 0, gemm_swapab_sm90a_kernel<T, Tile, 0>>(),
-        instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
-        instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
-        instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
-    return run_instance(of_mode, ctx, args, plan, workspace);
-}
+        __device__ __forceinline__ void end(Block &shell) {
+            shell.me.end_exchange(exchange_parity);
+        }
+    };
+};
 
 } // namespace
 
 #define SM90_SWAP_AB(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, bytes) \
-    HOPPER_LAUNCH_16(gemm_swapab_sm90a, type, bytes)
+    HOPPER_LAUNCH_16(gemm_swapab_sm90a, GemmSwapAB, type, bytes)
 #include "instances.def"

@@ -11,46 +11,45 @@
 
 namespace {
 
-template <class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
-    __launch_bounds__(THREADS<Tile>, (Smem<float, Tile, MODE>::BLOCKS))
-        gemm_tf32_sm90a_kernel(const __grid_constant__ Params x) {
-    typedef Block<float, Tile, MODE> Block;
-    typedef typename Block::S S;
+template <class Shape, int MODE> struct GemmTf32 : Gemm<float, Shape, MODE> {
+    typedef Gemm<float, Shape, MODE> Base;
+    typedef typename Base::S S;
     typedef typename S::A A;
     typedef typename S::B B;
-    constexpr int MT = S::MT, N = Tile::BN / 2;
-    constexpr bool SWAP_AB = Tile::SWAP_AB;
-    static_assert(Tile::K64 == 1 && MT == (SWAP_AB ? 2 : 1), "what load_tf32 brings");
-    extern __shared__ __align__(1024) unsigned char smem[];
-    Block block(x, smem);
-    block.begin(Tile::WGS, [] {});
-    if (block.warpgroup == Tile::WGS) {
-        block.produce();
-    } else {
-        if (Tile::WGS > 1) setmaxnreg_inc<consumer_regs(Tile::PING_PONG)>();
-        const GemmProblem &p = x.p;
+    typedef Shell<GemmTf32> Block;
+    static constexpr int MT = S::MT, N = Shape::BN / 2;
+    static constexpr bool SWAP_AB = Shape::SWAP_AB;
+    static_assert(Shape::K64 == 1 && MT == (SWAP_AB ? 2 : 1), "what load_tf32 brings");
+
+    struct Consumer {
+        const GemmProblem &p;
         float sum[MT][N];
         unsigned exchange_parity = 0, batch = 0;
         int panel = 0; /* the staging panel written longest ago */
-        const int row0 = block.warpgroup * MT * 64;
+        const int row0;
         coord tile = {};
         tma_at at = {};
-        for (unsigned t = block.first; t < block.all; t += block.step) {
+
+        __device__ __forceinline__ explicit Consumer(Block &shell)
+            : p(shell.p.p), row0(shell.me.warpgroup * MT * 64) {}
+
+        __device__ __forceinline__ bool take(Block &shell, unsigned t, int) {
+            const typename Base::Thread &block = shell.me;
+            const GemmParams &x = shell.p;
             if (!SWAP_AB) block.find_results(t, batch, tile, at);
-            if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
+            if (t == shell.first()) griddepcontrol_wait(); /* for the bias and c */
             prefetch_epilogue(p.epilogue);
             if (!SWAP_AB && x.plain)
                 prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if constexpr (SWAP_AB)
                 multiply_swapab<B, S::STAGE_BYTES>(
-                    sum, block.ring,
+                    sum, shell.ring,
                     block.ring_s + A::offset((block.warpgroup * 4 + block.warp) * 32),
-                    block.ring_s + A::bytes, block.steps, block.lane,
+                    block.ring_s + A::bytes, shell.part_steps, block.lane,
                     [&](smem_addr barrier_s) { block.release(barrier_s); });
             else
-                block.multiply(sum, row0, block.steps);
-            block.end_products(sum, block.ring.before());
+                block.multiply(shell.ring, sum, row0, shell.part_steps);
+            block.end_products(sum, shell.ring.before(), shell.part_steps);
 
             /* Found only now, so that no register holds it over the products. */
             if (SWAP_AB) block.find_results(t, batch, tile, at);
@@ -63,8 +62,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                     if (x.plain) {
                         at.c[0] = col;
                         at.c[1] = row;
-                        store_plain_transposed<typename S::Panel, Tile::PANELS>(x, sums, staging_s,
-                                                                                panel, at, lane);
+                        store_plain_transposed<typename S::Panel, Shape::PANELS>(x, sums, staging_s,
+                                                                                 panel, at, lane);
                     } else {
                         store_any_transposed(p, gemm_place(p, batch), sums, row, col, lane);
                     }
@@ -73,42 +72,43 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                     at.c[0] = col;
                     at.c[1] = row + block.warp * 16;
                     if (x.no_epilogue)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
+                        store_panels<float, typename S::Panel, Shape::PANELS, STORE_SUMS, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else if (x.plain)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_CHEAP, true>(
+                        store_panels<float, typename S::Panel, Shape::PANELS, STORE_CHEAP, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else
                         store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s,
                                                   row + block.warp * 16, p.m, col, x.across, lane);
                 }
             };
-            if constexpr (Tile::SPLITS > 1) {
+            if constexpr (Shape::SPLITS > 1) {
                 float mine[MT][N / 2];
                 block.exchange(sum, mine, exchange_parity);
                 store(mine);
             } else {
                 store(sum);
             }
+            return true;
         }
-        /* Shared memory must stay allocated until TMA has read it. */
-        if (block.lane == 0) tma_store_wait_group_read<0>();
-        block.end_exchange(exchange_parity);
-    }
-    block.leave();
-}
+        __device__ __forceinline__ void end(Block &shell) {
+            /* Shared memory must stay allocated until TMA has read it. */
+            if (shell.me.lane == 0) tma_store_wait_group_read<0>();
+            shell.me.end_exchange(exchange_parity);
+        }
+    };
+};
 
-template <class T, class Tile>
-gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
+template <class Shape>
+gk_status run_tf32(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     static constexpr Instance only[] = {
-        instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
+        instance_of<GemmTf32<Shape, Shape::SWAP_AB ? A_ALONG_M : 0>>()};
     return run_instance(only, ctx, args, plan, workspace);
 }
 
 } // namespace
 
 #define SM90_TF32(type, name, bm, bn, stages, wgs, panels, tiles, splits, k64, percent, bytes) \
-    HOPPER_LAUNCH(gemm_tf32_sm90a_##type, float, type, bytes)
+    HOPPER_LAUNCH(gemm_tf32_sm90a_##type, float, type, bytes, run_tf32<type>)
 #define SM90_TF32_SWAP_AB SM90_TF32
 #include "instances.def"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper.cuh: the parts that Hopper's gemm kernels share: parameters, shared memory, the loop
- * over tiles, the producer, and products from shared memory. Each schedule is a file of its own:
- * gemm_sm90a (cooperative), gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a.
- * docs/kernels/gemm_hopper.md explains all of it.
+/* hopper.cuh: what the schedules of Hopper's gemm share as policies of shell.cuh: parameters,
+ * shared memory, the order of tiles, copies, and products from shared memory. Each schedule adds
+ * its Consumer in a file of its own: gemm_sm90a (cooperative), gemm_pingpong_sm90a,
+ * gemm_swapab_sm90a, gemm_tf32_sm90a. docs/kernels/gemm_hopper.md explains all of it.
  *
  * Grid: as many clusters of two, four or eight blocks as fit the GPU. Each cluster takes tiles
  * of BM x BN in the order of order.cuh until none is left. The tiles of a cluster form a column,
@@ -32,7 +32,7 @@
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_CUH
 
-#include "../../host/tensormap.cuh"
+#include "../shell.cuh"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../../ptx/laneid.cuh"
@@ -74,7 +74,7 @@ template <class R, class Tile>
 constexpr bool BY_TMA = element<R>::bits == 32 || Tile::WGS > 1 || Tile::BN % 64 != 0;
 
 /* ---- the call and shared memory -------------------------------------------------------------- */
-struct Params {
+struct GemmParams {
     /* [batch dimensions, up to 3][m or n][k], or the last two swapped */
     CUtensorMap a, b;
     /* Lower boxes for the last rows of m or n of a K-major operand, if they do not fill a box of
@@ -153,7 +153,7 @@ template <class T, class Tile, int MODE, class R = T> struct Smem {
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
-/* ---- a block and its tiles ------------------------------------------------------------------- */
+/* ---- a policy of shell.cuh, but for its Consumer --------------------------------------------- */
 /* Sets the batch coordinates of a box. A dimension without a stride is not in the map. */
 __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides,
                                             unsigned batch, tma_at &at) {
@@ -165,288 +165,296 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
     }
 }
 
-/* A thread's view of its block: its warp and rank, the tasks and the split of k that its cluster
- * takes, and the ring. */
-template <class T, class Tile, int MODE, class R = T> struct Block {
-    typedef Smem<T, Tile, MODE, R> S;
-    static constexpr bool GRID = Tile::ACROSS > 0;
-    static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES,
-                         DOWN = GRID ? Tile::TILES / ACROSS : 1;
-    typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> InRow; /* the cluster's tiles form a row */
-    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> InColumn;
+/* What the schedules have in common. Shape: a tile of tiles.h. R: the narrow type of results. */
+template <class T_, class Shape, int MODE, class R = T_> struct Gemm : OneResult {
+    typedef T_ T;
+    typedef Shape Size;
+    typedef GemmParams Params;
+    typedef unsigned Tile; /* a task: a tile, or half of one along k */
+    typedef Smem<T, Shape, MODE, R> S;
+    static constexpr int TILES = Shape::TILES, SPLITS = Shape::SPLITS, CLUSTER = CLUSTER_OF<Shape>,
+                         WGS = Shape::WGS, BK = Shape::K64 * K_BLOCK<T>;
+    static constexpr bool GRID = Shape::ACROSS > 0, HALVES = TAIL<T, Shape, MODE>;
+    static constexpr int ACROSS = GRID ? Shape::ACROSS : TILES, DOWN = GRID ? TILES / ACROSS : 1;
+    typedef Copies<S, ACROSS, DOWN, ONCE<T, Shape>> InRow; /* the cluster's tiles form a row */
+    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : TILES, ONCE<T, Shape>> InColumn;
     /* Blocks that copy into this one, including itself. */
     static constexpr int WRITERS = ACROSS + DOWN - 1;
-    static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>,
-                         WGS = Tile::WGS;
-    static constexpr int BK = Tile::K64 * K_BLOCK<T>;
-    static_assert(Tile::BM % (64 * WGS) == 0 && Tile::BN % 16 == 0 && Tile::BN <= 256,
+    static_assert(CLUSTER > 1, "a block has neighbours");
+    static_assert(Shape::BM % (64 * WGS) == 0 && Shape::BN % 16 == 0 && Shape::BN <= 256,
                   "whole wgmma");
 
-    const Params &x;
-    const int lane, block_warp, warpgroup, warp, rank, part; /* part: index of the split of k */
-    /* signals_empty: this lane signals one of the WRITERS blocks that a stage is empty */
-    const bool side_by_side, signals_empty;
-    const smem_addr ring_s;
-    tma_ring<S::STAGES> ring;
-    /* Tasks: their number, this cluster's first, and the step to its next. */
-    unsigned all, first, step;
-    int step0, steps; /* this block's first step of k and number of steps, of one stage each */
-    Source a_from, b_from;
+    static constexpr int CONSUMERS = WGS, PRODUCER_WARPS = 4, PER_SM = S::BLOCKS;
+    static constexpr int STAGES = S::STAGES, BARRIERS_AT = S::BARRIERS, MORE_BARRIERS = 2;
+    /* SHARES also where a cluster splits k: a stage is released by an arrival that goes through
+     * the cluster, and the producer waits for the last ones. */
+    static constexpr bool SHARES = true, FINDS_EARLY = true, OPAQUE_BASE = false,
+                          ALTERNATE = Shape::PING_PONG;
+    static constexpr int CONSUMER_REGS = WGS > 1 ? consumer_regs(Shape::PING_PONG) : 0,
+                         PRODUCER_REGS = WGS > 1 ? producer_regs(Shape::PING_PONG) : 0;
+    static constexpr int EMPTY_ARRIVALS = (Shape::PING_PONG ? 1 : WGS) * WRITERS;
+    static GK_HD int cluster(const Params &) { return CLUSTER; }
 
-    __device__ __forceinline__ Block(const Params &call, unsigned char *smem)
-        : x(call), lane(threadIdx.x % 32), block_warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
-          warpgroup(block_warp / 4), warp(block_warp % 4),
-          rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0), part(SPLITS > 1 ? rank : 0),
-          side_by_side(GRID || (TILES > 1 && call.in_row)),
-          signals_empty(warp == 0 && lane < WRITERS),
-          ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES *
-                 WGMMA_BLOCK_BYTES),
-          ring(ring_s + S::BARRIERS) {}
-
-    /* Initialises the barriers, and those of `more`. Finds the first copies while it waits for
-     * the barriers of the other blocks. */
-    template <class More> __device__ __forceinline__ void begin(int consumers, const More &more) {
-        if (threadIdx.x == 0) {
-            prefetch_tensormap(&x.a);
-            prefetch_tensormap(&x.b);
-            ring.init(consumers * WRITERS);
-            more();
-            if (SPLITS > 1) {
-                mbarrier_init(ring_s + S::EXCHANGED, 1);
-                mbarrier_init(ring_s + S::EXCHANGED + 8, (SPLITS - 1) * WGS * 4);
-            }
-            if (TAIL<T, Tile, MODE>) {
-                mbarrier_init(ring_s + S::EXCHANGED, 1);
-                mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
-            }
-            fence_mbarrier_init();
+    static __device__ __forceinline__ void prefetch(const Params &x) {
+        prefetch_tensormap(&x.a);
+        prefetch_tensormap(&x.b);
+    }
+    static __device__ __forceinline__ void begin(const Params &, smem_addr base_s) {
+        const smem_addr more_s = base_s + S::EXCHANGED;
+        if (Shape::PING_PONG) {
+            mbarrier_init(more_s, 4);
+            mbarrier_init(more_s + 8, 4);
         }
-        if (CLUSTER > 1) barrier_cluster_arrive();
-        all = x.order.tiles.by * (unsigned)x.p.batch;
-        if (TAIL<T, Tile, MODE>) all += all - x.whole;
-        first = blockIdx.x / CLUSTER;
-        step = gridDim.x / CLUSTER;
-        const int all_steps = (int)((x.p.k + BK - 1) / BK),
-                  part_steps = (all_steps + SPLITS - 1) / SPLITS;
-        step0 = part * part_steps;
-        steps = max(0, min(part_steps, all_steps - step0));
-        if (block_warp == WGS * 4) {
-            find_copies(first);
-            have(a_from.x);
-            have(b_from.x);
-            have(a_from.bytes + b_from.bytes);
+        if (SPLITS > 1) {
+            mbarrier_init(more_s, 1);
+            mbarrier_init(more_s + 8, (SPLITS - 1) * WGS * 4);
         }
-        /* No copy or arrival may reach a block before its barriers are initialised. */
-        if (CLUSTER > 1)
-            barrier_cluster_wait();
-        else
-            __syncthreads();
-        griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
-    }
-
-    /* True if task t is half of a tile along k. */
-    __device__ __forceinline__ bool halved(unsigned t) const {
-        return TAIL<T, Tile, MODE> && t >= x.whole;
-    }
-    /* The tile of task t, in the order of order.cuh. */
-    __device__ __forceinline__ unsigned tiles_of(unsigned t) const {
-        return halved(t) ? x.whole + (t - x.whole) / 2 : t;
-    }
-    /* Where a task's tile lies in the result. */
-    __device__ __forceinline__ coord place(unsigned t, unsigned batch) const {
-        const TilePlace tile = tile_place(tiles_of(t) - batch * x.order.tiles.by, x.order);
-        if (TILES == 1) return {tile.row * Tile::BM, tile.col * Tile::BN};
-        /* Read cluster_ctarank() again, so that no register holds it over the products. */
-        const int rank = (int)(halved(t) ? (t - x.whole) % 2 : cluster_ctarank());
-        const int down = side_by_side ? DOWN : TILES, right = side_by_side ? ACROSS : 1;
-        return {(tile.row * down + (GRID ? rank / ACROSS : rank & (down - 1))) * Tile::BM,
-                (tile.col * right + (rank & (right - 1))) * Tile::BN};
-    }
-    __device__ __forceinline__ void find_copies(unsigned t) {
-        const unsigned batch = x.order.tiles.into(tiles_of(t));
-        const coord tile = place(t, batch);
-        const int rank = (int)cluster_ctarank(); /* read again, as in place() */
-        if (side_by_side)
-            InRow::find(x, tile, rank, a_from, b_from);
-        else
-            InColumn::find(x, tile, rank, a_from, b_from);
-        if (x.batched) {
-            place_batch(x.p, x.p.a_batch, batch, a_from.at);
-            place_batch(x.p, x.p.b_batch, batch, b_from.at);
+        if (HALVES) {
+            mbarrier_init(more_s, 1);
+            mbarrier_init(more_s + 8, WGS * 4);
         }
     }
 
-    /* Stages that this block takes of task t. Steps beyond the end of k read zeros. */
-    __device__ __forceinline__ int steps_of(unsigned t) const {
-        return halved(t) ? (steps + 1) / 2 : steps;
-    }
+    /* ---- the copies of a task ---- */
+    struct Source {
+        PartSource a, b;
+        unsigned task;
+        bool side_by_side;
+        int rank;
 
-    /* The producer: one thread fills the ring. It goes on with the next tile while this one's
-     * sums are stored. */
-    __device__ __forceinline__ void produce() {
-        if (WGS > 1) setmaxnreg_dec<producer_regs(Tile::PING_PONG)>();
-        if (warp != 0 || !elect_one()) return;
-        /* Wait until the kernel before has ended: its results are then visible and its inputs
-         * may be overwritten. A block without a tile waits, too, so that no block of this kernel
-         * ends first. */
-        griddepcontrol_wait();
-        for (unsigned t = first; t < all; t += step) {
-            if (t != first) find_copies(t);
-            const int count = steps_of(t), from = halved(t) ? rank * count : step0;
-            for (int k = from; k < from + count; ++k) {
-                /* Wait until all consumers that read the stage's last contents, in every block
-                 * that this copy reaches, have released it. */
-                ring.wait_empty();
-                mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
+        __device__ __forceinline__ void fill(const Params &x, const ProductStage &s) const {
+            const bool alone = HALVES && task >= x.whole;
+            mbarrier_arrive_expect_tx(s.full_s, Shape::K64 * (a.bytes + b.bytes));
 #pragma unroll
-                for (int kb = 0; kb < Tile::K64; ++kb) {
-                    const int at_k = k * BK + kb * K_BLOCK<T>;
-                    const smem_addr to_s = ring_s + ring.stage * S::STAGE_BYTES + kb * S::BLOCK;
-                    if (halved(t) && side_by_side)
-                        InRow::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
-                    else if (halved(t))
-                        InColumn::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
-                    else if (side_by_side)
-                        InRow::copy(a_from, b_from, to_s, at_k, rank, ring.full());
-                    else
-                        InColumn::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+            for (int kb = 0; kb < Shape::K64; ++kb) {
+                const int at_k = s.step * BK + kb * K_BLOCK<T>;
+                const smem_addr to_s = s.base_s + s.stage * S::STAGE_BYTES + kb * S::BLOCK;
+                if (alone && side_by_side)
+                    InRow::copy_alone(x, a, b, to_s, at_k, s.full_s);
+                else if (alone)
+                    InColumn::copy_alone(x, a, b, to_s, at_k, s.full_s);
+                else if (side_by_side)
+                    InRow::copy(a, b, to_s, at_k, rank, s.full_s);
+                else
+                    InColumn::copy(a, b, to_s, at_k, rank, s.full_s);
+            }
+        }
+    };
+
+    /* ---- a thread's view of its block ---- */
+    struct Thread {
+        typedef tma_ring<S::STAGES> Ring;
+        const Params &x;
+        const int lane, warpgroup, warp, rank, part; /* part: index of the split of k */
+        /* signals_empty: this lane signals one of the WRITERS blocks that a stage is empty */
+        const bool side_by_side, signals_empty;
+        const smem_addr ring_s;
+        /* Tasks: their number, this cluster's first, and the step to its next. They are kept: the
+         * ping-pong producer has no register left to compute them again. */
+        unsigned all, first, step;
+        Source source; /* in the producer: of its current task */
+
+        template <class Block>
+        __device__ __forceinline__ explicit Thread(const Block &shell)
+            : x(shell.p), lane(threadIdx.x % 32), warpgroup(shell.warp / 4), warp(shell.warp % 4),
+              rank((int)shell.rank), part(SPLITS > 1 ? rank : 0),
+              side_by_side(GRID || (TILES > 1 && shell.p.in_row)),
+              signals_empty(warp == 0 && lane < WRITERS), ring_s(shell.base_s) {}
+
+        /* True if task t is half of a tile along k. */
+        __device__ __forceinline__ bool halved(unsigned t) const { return HALVES && t >= x.whole; }
+        /* The tile of task t, in the order of order.cuh. */
+        __device__ __forceinline__ unsigned tile_of(unsigned t) const {
+            return halved(t) ? x.whole + (t - x.whole) / 2 : t;
+        }
+        /* Where a task's tile lies in the result. */
+        __device__ __forceinline__ coord place(unsigned t, unsigned batch) const {
+            const TilePlace tile = tile_place(tile_of(t) - batch * x.order.tiles.by, x.order);
+            if (TILES == 1) return {tile.row * Shape::BM, tile.col * Shape::BN};
+            /* Read cluster_ctarank() again, so that no register holds it over the products. */
+            const int rank = (int)(halved(t) ? (t - x.whole) % 2 : cluster_ctarank());
+            const int down = side_by_side ? DOWN : TILES, right = side_by_side ? ACROSS : 1;
+            return {(tile.row * down + (GRID ? rank / ACROSS : rank & (down - 1))) * Shape::BM,
+                    (tile.col * right + (rank & (right - 1))) * Shape::BN};
+        }
+        __device__ __forceinline__ void find_copies(unsigned t) {
+            const unsigned batch = x.order.tiles.into(tile_of(t));
+            const coord tile = place(t, batch);
+            const int rank_now = (int)cluster_ctarank(); /* read again, as in place() */
+            if (side_by_side)
+                InRow::find(x, tile, rank_now, source.a, source.b);
+            else
+                InColumn::find(x, tile, rank_now, source.a, source.b);
+            if (x.batched) {
+                place_batch(x.p, x.p.a_batch, batch, source.a.at);
+                place_batch(x.p, x.p.b_batch, batch, source.b.at);
+            }
+            source.task = t;
+            source.side_by_side = side_by_side;
+            source.rank = rank;
+        }
+        /* A task's tile in the result and in the batch. */
+        __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile,
+                                                     tma_at &at) const {
+            batch = x.order.tiles.into(tile_of(t));
+            tile = place(t, batch);
+            if (x.batched) place_batch(x.p, x.p.out_batch, batch, at);
+        }
+
+        /* The rank that this lane signals: lanes 0 to ACROSS - 1 take the blocks of this row, the
+         * next lanes the other blocks of this column. */
+        __device__ __forceinline__ int writer_rank() const {
+            const int row = rank / ACROSS, other = lane - ACROSS;
+            return other < 0 ? row * ACROSS + lane
+                             : (other + (other >= row)) * ACROSS + rank % ACROSS;
+        }
+        /* A warpgroup releases a stage to each block that copies into this one. */
+        __device__ __forceinline__ void release(smem_addr barrier_s) const {
+            if (signals_empty) release_by_lane(barrier_s);
+        }
+        __device__ __forceinline__ void release_by_lane(smem_addr barrier_s) const {
+            mbarrier_arrive_cluster(barrier_s, GRID ? writer_rank() : TILES > 1 ? lane : rank);
+        }
+
+        /* Sums a tile's products from shared memory, rows row0 on. One step of products stays in
+         * flight while the next is issued. */
+        template <int MT, int N>
+        __device__ __forceinline__ void multiply(Ring &ring, float (&sum)[MT][N], int row0,
+                                                 int steps) const {
+            typedef typename S::A A;
+            typedef typename S::B B;
+            for (int k = 0; k < steps; ++k) {
+                const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + A::bytes,
+                                before = ring.before();
+                ring.wait_full();
+                wgmma_pin(sum);
+                wgmma_fence(); /* other code may have written the accumulators */
+                const uint64_t a_first = A::descriptor(a_s + A::offset(row0)),
+                               b_first = B::descriptor(b_s);
+#pragma unroll
+                for (int kk = 0; kk < Shape::K64 * K_STEPS; ++kk) {
+                    const int block = kk / K_STEPS * S::BLOCK, at = kk % K_STEPS;
+                    const uint64_t b = wgmma_descriptor_add(b_first, block + at * B::step_bytes);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m) {
+                        const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) +
+                                                                             at * A::step_bytes);
+                        if constexpr (TF32<T>)
+                            wgmma_tf32_ss<2 * N>(sum[m], a, b, k + kk > 0);
+                        else
+                            wgmma_ss<T, 2 * N, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);
+                    }
                 }
+                wgmma_commit_group();
+                wgmma_wait_group<1>(); /* the previous step is done: its stage may be overwritten */
+                if (k > 0 && signals_empty) release_by_lane(before);
                 ring.advance();
             }
         }
-        /* Wait for the last arrivals at every stage. Otherwise one could reach the shared memory
-         * of a block that has exited. */
-        for (int s = 0; s < S::STAGES; ++s) {
-            ring.wait_empty();
-            ring.advance();
-        }
-    }
 
-    /* The rank that this lane signals: lanes 0 to ACROSS - 1 take the blocks of this row, the
-     * next lanes the other blocks of this column. */
-    __device__ __forceinline__ int writer_rank() const {
-        const int row = rank / ACROSS, other = lane - ACROSS;
-        return other < 0 ? row * ACROSS + lane : (other + (other >= row)) * ACROSS + rank % ACROSS;
-    }
-    /* A warpgroup releases a stage to each block that copies into this one. */
-    __device__ __forceinline__ void release(smem_addr barrier_s) const {
-        if (signals_empty) release_by_lane(barrier_s);
-    }
-    __device__ __forceinline__ void release_by_lane(smem_addr barrier_s) const {
-        if (CLUSTER > 1)
-            mbarrier_arrive_cluster(barrier_s, GRID ? writer_rank() : TILES > 1 ? lane : rank);
-        else
-            mbarrier_arrive(barrier_s);
-    }
-
-    /* Sums a tile's products from shared memory, rows row0 on. One step of products stays in
-     * flight while the next is issued. */
-    template <int MT, int N>
-    __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0, int steps) {
-        typedef typename S::A A;
-        typedef typename S::B B;
-        for (int k = 0; k < steps; ++k) {
-            const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + A::bytes,
-                            before = ring.before();
-            ring.wait_full();
+        /* Waits for a tile's last products and releases the last stage, whose barrier is `last`. */
+        template <int MT, int N>
+        __device__ __forceinline__ void end_products(float (&sum)[MT][N], smem_addr last,
+                                                     int steps) const {
+            wgmma_wait_group<0>();
             wgmma_pin(sum);
-            wgmma_fence(); /* other code may have written the accumulators */
-            const uint64_t a_first = A::descriptor(a_s + A::offset(row0)),
-                           b_first = B::descriptor(b_s);
+            if (steps > 0) release(last);
+            if (SPLITS > 1 && steps == 0) {
 #pragma unroll
-            for (int kk = 0; kk < Tile::K64 * K_STEPS; ++kk) {
-                const int block = kk / K_STEPS * S::BLOCK, at = kk % K_STEPS;
-                const uint64_t b = wgmma_descriptor_add(b_first, block + at * B::step_bytes);
+                for (int i = 0; i < MT * N; ++i) sum[i / N][i % N] = 0;
+            }
+        }
+
+        /* Split-K: mine becomes this block's share of the columns, summed over all blocks. */
+        template <int MT, int N>
+        __device__ __forceinline__ void
+        exchange(const float (&sum)[MT][N], float (&mine)[MT][N / SPLITS], unsigned &parity) const {
+            const int mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
+            const smem_addr full_s = ring_s + S::EXCHANGED, empty_s = full_s + 8;
+            /* mov_tid_x: the address is recomputed, so that no register holds it over the products.
+             */
+            const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16;
+            if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_EXCHANGE);
+            mbarrier_wait(empty_s, parity ^ 1); /* the others have read the last tile's sums */
+            exchange_parts<SPLITS>(sum, mine, part, S::FROM_BLOCK, from_s, full_s, parity);
+            __syncwarp(); /* the whole warp has read the received sums */
+            if (lane < SPLITS && lane != part) mbarrier_arrive_cluster(empty_s, lane);
+            parity ^= 1;
+        }
+        /* A halved tile: the second block sends its sums into the first block's ring, whose last
+         * stages have been read by then. Returns false in the second block, which stores nothing.
+         */
+        template <int N> __device__ __forceinline__ bool add_halves(float (&sum)[N]) const {
+            constexpr int STEP = WGS * 128 * 16; /* bytes of four sums of every thread */
+            const smem_addr full_s = ring_s + S::EXCHANGED, free_s = full_s + 8,
+                            from_s = ring_s + mov_tid_x() * 16;
+            if (rank == 0) {
+                if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, STEP * (N / 4));
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive_cluster(free_s, 1);
+                mbarrier_wait(full_s, 0);
 #pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) +
-                                                                         at * A::step_bytes);
-                    if constexpr (TF32<T>)
-                        wgmma_tf32_ss<2 * N>(sum[m], a, b, k + kk > 0);
-                    else
-                        wgmma_ss<T, 2 * N, S::ALONG_M, S::ALONG_N>(sum[m], a, b, k + kk > 0);
+                for (int i = 0; i < N; i += 4) {
+                    const uint4 y = ld_shared_128(from_s + i / 4 * STEP);
+                    sum[i] += __uint_as_float(y.x);
+                    sum[i + 1] += __uint_as_float(y.y);
+                    sum[i + 2] += __uint_as_float(y.z);
+                    sum[i + 3] += __uint_as_float(y.w);
                 }
+                return true;
             }
-            wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the previous step is done: its stage may be overwritten */
-            if (k > 0 && signals_empty) release_by_lane(before);
-            ring.advance();
+            mbarrier_wait(free_s, 0);
+            const uint32_t to = mapa(from_s, 0), full_there = mapa(full_s, 0);
+#pragma unroll
+            for (int i = 0; i < N; i += 4)
+                st_async_128(to + i / 4 * STEP, sum[i], sum[i + 1], sum[i + 2], sum[i + 3],
+                             full_there);
+            return false;
+        }
+        /* No block exits while another still reads its shared memory or copies into it. */
+        __device__ __forceinline__ void end_exchange(unsigned parity) const {
+            if (SPLITS > 1 && threadIdx.x == 0)
+                mbarrier_wait(ring_s + S::EXCHANGED + 8, parity ^ 1);
+        }
+
+        /* A warp's epilogue staging tiles. */
+        __device__ __forceinline__ smem_addr staging_s() const {
+            return ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
+        }
+    };
+
+    /* ---- what the shell asks ---- */
+    /* Finds the first copies while the block waits for the barriers of the other blocks. */
+    template <class Block> static __device__ __forceinline__ void find_early(Block &shell) {
+        Thread &me = shell.me;
+        const Params &x = shell.p;
+        me.all = x.order.tiles.by * (unsigned)x.p.batch;
+        if (HALVES) me.all += me.all - x.whole;
+        me.first = blockIdx.x / CLUSTER;
+        me.step = gridDim.x / CLUSTER;
+        shell.split((int)((x.p.k + BK - 1) / BK), SPLITS);
+        if (shell.warp == WGS * 4) {
+            me.find_copies(shell.first());
+            have(me.source.a.x);
+            have(me.source.b.x);
+            have(me.source.a.bytes + me.source.b.bytes);
         }
     }
-
-    /* Waits for a tile's last products and releases the last stage, whose barrier is `last`. */
-    template <int MT, int N>
-    __device__ __forceinline__ void end_products(float (&sum)[MT][N], smem_addr last) {
-        wgmma_wait_group<0>();
-        wgmma_pin(sum);
-        if (steps > 0) release(last);
-        if (SPLITS > 1 && steps == 0) {
-#pragma unroll
-            for (int i = 0; i < MT * N; ++i) sum[i / N][i % N] = 0;
-        }
+    template <class Block> static __device__ __forceinline__ unsigned tiles(const Block &shell) {
+        return shell.me.all;
     }
-
-    /* Split-K: mine becomes this block's share of the columns, summed over all blocks. */
-    template <int MT, int N>
-    __device__ __forceinline__ void exchange(const float (&sum)[MT][N],
-                                             float (&mine)[MT][N / SPLITS], unsigned &parity) {
-        const int mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
-        const smem_addr full_s = ring_s + S::EXCHANGED, empty_s = full_s + 8;
-        /* mov_tid_x: the address is recomputed, so that no register holds it over the products. */
-        const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16;
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_EXCHANGE);
-        mbarrier_wait(empty_s, parity ^ 1); /* the others have read the last tile's sums */
-        exchange_parts<SPLITS>(sum, mine, part, S::FROM_BLOCK, from_s, full_s, parity);
-        __syncwarp(); /* the whole warp has read the received sums */
-        if (lane < SPLITS && lane != part) mbarrier_arrive_cluster(empty_s, lane);
-        parity ^= 1;
+    template <class Block>
+    static __device__ __forceinline__ unsigned tile(const Block &, unsigned t) {
+        return t;
     }
-    /* A halved tile: the second block sends its sums into the first block's ring, whose last
-     * stages have been read by then. Returns false in the second block, which stores nothing. */
-    template <int N> __device__ __forceinline__ bool add_halves(float (&sum)[N]) const {
-        constexpr int STEP = WGS * 128 * 16; /* bytes of four sums of every thread */
-        const smem_addr full_s = ring_s + S::EXCHANGED, free_s = full_s + 8,
-                        from_s = ring_s + mov_tid_x() * 16;
-        if (rank == 0) {
-            if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, STEP * (N / 4));
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive_cluster(free_s, 1);
-            mbarrier_wait(full_s, 0);
-#pragma unroll
-            for (int i = 0; i < N; i += 4) {
-                const uint4 y = ld_shared_128(from_s + i / 4 * STEP);
-                sum[i] += __uint_as_float(y.x);
-                sum[i + 1] += __uint_as_float(y.y);
-                sum[i + 2] += __uint_as_float(y.z);
-                sum[i + 3] += __uint_as_float(y.w);
-            }
-            return true;
-        }
-        mbarrier_wait(free_s, 0);
-        const uint32_t to = mapa(from_s, 0), full_there = mapa(full_s, 0);
-#pragma unroll
-        for (int i = 0; i < N; i += 4)
-            st_async_128(to + i / 4 * STEP, sum[i], sum[i + 1], sum[i + 2], sum[i + 3], full_there);
-        return false;
+    /* Stages that this block takes of task t. Steps beyond the end of k read zeros. */
+    template <class Block>
+    static __device__ __forceinline__ int steps(const Block &shell, unsigned t) {
+        return shell.me.halved(t) ? (shell.part_steps + 1) / 2 : shell.part_steps;
     }
-    /* No block exits while another still reads its shared memory or copies into it. */
-    __device__ __forceinline__ void end_exchange(unsigned parity) const {
-        if (SPLITS > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::EXCHANGED + 8, parity ^ 1);
-    }
-    __device__ __forceinline__ void leave() const {
-        if (CLUSTER > 1) barrier_cluster();
-    }
-
-    /* A tile's coordinates in the result and in the batch. */
-    __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile,
-                                                 tma_at &at) const {
-        batch = x.order.tiles.into(tiles_of(t));
-        tile = place(t, batch);
-        if (x.batched) place_batch(x.p, x.p.out_batch, batch, at);
-    }
-    /* A warp's epilogue staging tiles. */
-    __device__ __forceinline__ smem_addr staging_s() const {
-        return ring_s + S::PANELS + (warpgroup * 4 + warp) * S::WARP_PANELS;
+    template <class Block>
+    static __device__ __forceinline__ int first_step(const Block &shell, unsigned t) {
+        return shell.me.halved(t) ? shell.me.rank * steps(shell, t) : shell.first_step;
     }
 };
 

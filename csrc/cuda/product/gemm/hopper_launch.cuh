@@ -20,29 +20,27 @@ struct Instance {
     bool by_panels, by_tma; /* how results are stored */
     smem_box panel;         /* the box of results that TMA stores */
     gk_dtype result;        /* the kernel's narrow result type */
-    gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
+    gk_status (*launch)(const gk_context *ctx, unsigned clusters, const GemmParams &x);
 };
 
-template <class Smem, class Tile, auto KERNEL>
-gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &x) {
-    return launch<KERNEL>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>, (size_t)Smem::BYTES, x,
-                          true);
+template <class P>
+gk_status launch_instance(const gk_context *ctx, unsigned clusters, const GemmParams &x) {
+    return launch_clusters<P>("gk_gemm", ctx, x, clusters);
 }
 
-template <class T, class Tile, int MODE, auto KERNEL, class R = T>
-constexpr Instance instance_of() {
-    typedef Smem<T, Tile, MODE, R> S;
-    typedef typename Block<T, Tile, MODE, R>::InRow InRow;
-    typedef typename Block<T, Tile, MODE, R>::InColumn InColumn;
+template <class P> constexpr Instance instance_of() {
+    typedef typename P::S S;
+    typedef typename P::InRow InRow;
+    typedef typename P::InColumn InColumn;
     return {S::ALONG_M,
             S::ALONG_N,
             {InColumn::APart::box_rows, InRow::APart::box_rows},
             {InRow::BPart::box_rows, InColumn::BPart::box_rows},
             S::BY_PANELS,
-            BY_TMA<R, Tile>,
-            S::Panel::box(element<R>::bits / 8),
-            element<R>::dtype,
-            launch_instance<S, Tile, KERNEL>};
+            BY_TMA<typename P::T, typename P::Size>,
+            S::Panel::box(element<typename P::T>::bits / 8),
+            element<typename P::T>::dtype,
+            launch_instance<P>};
 }
 
 /* Makes an operand's tensor map, and a second map with a lower box if its last rows do not fill
@@ -56,7 +54,7 @@ gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside,
 }
 
 gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx,
-                const HopperPlan &plan, TensorShape a, TensorShape b, Params *x) {
+                const HopperPlan &plan, TensorShape a, TensorShape b, GemmParams *x) {
     const gk_dtype dtype = in.result;
     const bool swapab = is(row, SWAPAB);
     x->in_row = plan.in_row;
@@ -103,7 +101,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     if (x->unaligned && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
     x->across = !swapab && !x->unaligned && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(&x->p).epilogue;
-    return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
+    return in.launch(ctx, plan.clusters, *x);
 }
 
 gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const void *args,
@@ -111,7 +109,7 @@ gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const voi
     const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
     const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
-    Params x;
+    GemmParams x;
     if (own.operands.bytes == 0) {
         x.p = own_problem(own.operands.p, args);
         return start(row, in, ctx, own, own.operands.x[0], own.operands.x[1], &x);
@@ -122,6 +120,15 @@ gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const voi
     if (status != GK_OK) return status;
     x.p = own_problem(o.p, args);
     return start(row, in, ctx, own, o.x[0], o.x[1], &x);
+}
+
+/* Runs a call by the policy P of 16-bit operands, one for each mode. */
+template <template <class, class, int> class P, class T, class Shape>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    static constexpr Instance of_mode[] = {
+        instance_of<P<T, Shape, 0>>(), instance_of<P<T, Shape, 1>>(), instance_of<P<T, Shape, 2>>(),
+        instance_of<P<T, Shape, 3>>()};
+    return run_instance(of_mode, ctx, args, plan, workspace);
 }
 
 /* The most over all modes, since narrower panels may leave room for more stages. */
@@ -136,11 +143,11 @@ template <class T, class Tile> constexpr int smem_of() {
 } // namespace
 
 /* The launch of an instance of instances.def. */
-#define HOPPER_LAUNCH(id, T, type, bytes)                                 \
+#define HOPPER_LAUNCH(id, T, type, bytes, ...)                            \
     static_assert(smem_of<T, type>() == (bytes), "instances.def: BYTES"); \
-    GK_DEFINE_LAUNCH(id, run<T, type>)
-#define HOPPER_LAUNCH_16(file, type, bytes)                       \
-    HOPPER_LAUNCH(file##_bf16_##type, __nv_bfloat16, type, bytes) \
-    HOPPER_LAUNCH(file##_f16_##type, __half, type, bytes)
+    GK_DEFINE_LAUNCH(id, __VA_ARGS__)
+#define HOPPER_LAUNCH_16(file, P, type, bytes)                                                 \
+    HOPPER_LAUNCH(file##_bf16_##type, __nv_bfloat16, type, bytes, run<P, __nv_bfloat16, type>) \
+    HOPPER_LAUNCH(file##_f16_##type, __half, type, bytes, run<P, __half, type>)
 
 #endif
