@@ -167,11 +167,12 @@ template <class P> struct Shell {
         }
     }
 
-    /* Divides the steps of k among `splits` blocks. */
-    __device__ __forceinline__ void split(int steps, int splits) {
-        const int part = (steps + splits - 1) / splits;
-        first_step = (splits > 1 ? (int)rank : 0) * part;
-        part_steps = max(0, min(part, steps - first_step));
+    /* Divides the steps of k among `splits` blocks. Unsigned, because a signed division takes four
+     * more instructions, in front of the block's first copy. */
+    __device__ __forceinline__ void split(unsigned steps, unsigned splits) {
+        const unsigned part = (steps + splits - 1) / splits;
+        first_step = splits > 1 ? (int)(rank * part) : 0;
+        part_steps = splits > 1 ? max(0, min((int)part, (int)steps - first_step)) : (int)steps;
     }
 
     /* This cluster's first tile, and the step to its next. */

@@ -432,7 +432,7 @@ template <class T_, class Shape, int MODE, class R = T_> struct Gemm : OneResult
         if (HALVES) me.all += me.all - x.whole;
         me.first = blockIdx.x / CLUSTER;
         me.step = gridDim.x / CLUSTER;
-        shell.split((int)((x.p.k + BK - 1) / BK), SPLITS);
+        shell.split(((unsigned)x.p.k + BK - 1) / BK, SPLITS);
         if (shell.warp == WGS * 4) {
             me.find_copies(shell.first());
             have(me.source.a.x);
