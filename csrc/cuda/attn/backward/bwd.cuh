@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd.cuh: the backward call as its kernels see it, and the workspace that its passes share.
+/* bwd.cuh: the backward call as its kernels see it, and the workspace that its passes share. Every
+ * backward kernel of attention includes it.
  *
  *  delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)
  *  dS_ij = P_ij (dO_i . V_j - delta_i) cap'
@@ -7,9 +8,9 @@
  *  dsink_h = -sum_i exp(sink_h - lse_i) delta_i
  *  dbias_ij = P_ij (dO_i . V_j - delta_i), summed over the pairs that share an element of the bias
  *
- * cap' is the derivative of the softcap. Query rows are counted in tiles of tile_rows within each
- * sequence, so a tile never spans two sequences and the workspace has a fixed size. Sequence b
- * starts at tile q0 / tile_rows + b (packed) or b * tiles (dense). */
+ * cap' is the derivative of the softcap, 1 without one. Query rows are counted in tiles of
+ * tile_rows within each sequence, so a tile never spans two sequences and the workspace has a fixed
+ * size. Sequence b starts at tile q0 / tile_rows + b (packed) or b * tiles (dense). */
 #ifndef GPUKERN_CUDA_BWD_CUH
 #define GPUKERN_CUDA_BWD_CUH
 
@@ -22,18 +23,19 @@ struct Bwd {
     Stats grad_lse; /* data NULL = 0 */
     void *dsinks;   /* [Hq] or NULL */
     int64_t dsink_head;
-    /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; {inf, 0} for rows without keys or
-     * past the end */
+    /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}. Rows that see no key and rows past the
+     * end of a sequence have {inf, 0}. */
     void *stats;
-    bool stats_apart; /* a tile has tile_rows values of lse, then as many of delta */
+    bool stats_apart; /* true: a tile has tile_rows values of lse, then as many of delta */
     /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
     float *dq_sum;
-    double lse_factor; /* what the kernels multiply lse by: 1, or log2(e) */
-    /* the rules' values as floats: kernels read them as operands, without a register */
+    double lse_factor; /* stats hold lse times this factor: 1, or log2(e) */
+    /* The rules' values as floats. Kernels read them from the parameters as operands, without a
+     * register. */
     float scale, softcap;
     int tile_rows, tiles, row_tiles, columns;
-    /* float32 only: the length of the partial sums of dP and delta. 0: eight partial sums, of
-     * every eighth product (dot_eighths) */
+    /* float32 only: the number of columns of each partial sum of dP and delta. 0: eight partial
+     * sums, each of every eighth column (dot_eighths). */
     int dp_part;
     bool vector_out; /* out and grad_out can be read 16 bytes at a time */
 };
@@ -45,8 +47,8 @@ __device__ __forceinline__ int row_tile_of(const Bwd &g, const Sequence &s, int 
     return g.p.cu_q ? s.q0 / g.tile_rows + b : b * g.tiles;
 }
 
-/* The keys that some row sees: the union of the rows' intervals, which is one interval. Other
- * keys may hold anything. */
+/* The keys that at least one row sees. The rows' intervals overlap or touch, so their union is one
+ * interval. Other keys may hold anything, including NaN. */
 struct Interval {
     int lo, hi;
 };
@@ -116,6 +118,7 @@ inline bool tile_takes(const gk_context *ctx, const gk_flash_attn_bwd_args *a, i
            smem_fits(ctx, smem_bytes);
 }
 
+/* Bytes of the workspace's stats and of dq_sum. wide_bytes: bytes of one lse, 4 or 8. */
 inline size_t stats_bytes(const Bwd &g, size_t wide_bytes) {
     return (size_t)gk_round_up(
         (int64_t)g.p.heads_q * g.row_tiles * g.tile_rows * 2 * (int64_t)wide_bytes, 256);

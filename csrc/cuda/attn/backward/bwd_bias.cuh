@@ -3,18 +3,18 @@
  *
  * Shared memory has no room for a stage of a bias. Warpgroup 0 loads the bias of its next step into
  * registers (BwdWideConsumer::load_bias), so a bias may broadcast over any dimension but the keys.
- * dS is stored as [rows][keys]. If each of its elements belongs to one element of the bias, TMA
- * stores it as the gradient. Otherwise warps 9 and 11 of the producer, which have little else to
- * do, read half of the rows of dS of each step from shared memory and add them to sums in float32,
- * in any order:
+ * dS is stored as [rows][keys]. If the gradient has an element for each pair, TMA stores dS as the
+ * gradient. Otherwise warps 9 and 11 of the producer, which have little else to do, sum it. Each of
+ * them reads half of the rows of dS of each step from shared memory and adds them to float32 sums,
+ * in no fixed order:
  *
  *   [.., Sq, Sk]   the whole tile, 16 bytes of a lane at a time
  *   [.., 1, Sk]    the columns, once a head
  *   distance       the diagonals
  *
- * dS has been rounded to 16 bits there, as it is for dq and dk. A last kernel rounds the sums to
- * the bias's dtype. If a gradient is not finite, the sums of the first launch are cleared before
- * the second (bwd_masked.cuh). */
+ * The dS that they read has been rounded to 16 bits, as it is for dq and dk. A last kernel rounds
+ * the sums to the bias's dtype. If a gradient is not finite, the sums of the first launch are
+ * cleared before the second (bwd_masked.cuh). */
 #ifndef GPUKERN_CUDA_BWD_BIAS_CUH
 #define GPUKERN_CUDA_BWD_BIAS_CUH
 
@@ -24,10 +24,10 @@
 namespace {
 
 /* ---- 1. sums of a step ----------------------------------------------------------------------- */
-/* dS of a step. */
+/* The layout of a step's dS in shared memory. */
 typedef wgmma_panels<64, 64> StepDs;
 
-/* Adds the columns of 32 rows of dS from `first` on to `keys`: those of the lane's two keys. */
+/* Adds rows [first, first + 32) of dS to `keys`, the sums of the lane's two columns. */
 template <class T>
 __device__ __forceinline__ void add_columns(float2 &keys, int first, smem_addr ds_s) {
 #pragma unroll 8
@@ -43,7 +43,7 @@ __device__ __forceinline__ void flush_columns(float *to, const BwdWork &w, const
     if (key + 1 < w.seq.seq_k) atomicAdd(to + key + 1, keys.y);
 }
 
-/* Adds 32 rows of dS from `first` on to a head's sums, whose rows have `pitch` elements. */
+/* Adds rows [first, first + 32) of dS to a head's sums, whose rows are `pitch` elements apart. */
 template <class T>
 __device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, int pitch, int first,
                                          smem_addr ds_s) {
@@ -58,10 +58,13 @@ __device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, in
     }
 }
 
-/* Adds the diagonals of 32 rows of dS from `first` on to a head's sums. to: the element of key w.j0
- * and row i0, `least` and `most` the places of its ends. In pass r a lane takes the word u = lane +
- * r, modulo 32, of rows 2 r and 2 r + 1. Their four elements lie on the diagonals 2 e, 2 e + 1, 2 e
- * - 1 and 2 e with e = u - r, which is `lane` or `lane` - 32. */
+/* Adds the diagonals of rows [first, first + 32) of dS to a head's sums by distance. to: the sum
+ * for key w.j0 and row i0. Sums exist for the offsets `least` to `most` from it.
+ *
+ * In pass r a lane takes word u = (lane + r) % 32, which is columns 2 u and 2 u + 1, of rows 2 r
+ * and 2 r + 1. Its four elements lie on the diagonals 2 e, 2 e + 1, 2 e - 1 and 2 e with e = u - r.
+ * So e is `lane` in all passes, or `lane` - 32 if u wraps around. on, after and before are the sums
+ * of the diagonals 2 e, 2 e + 1 and 2 e - 1, with index 1 for e = lane - 32. */
 template <class T>
 __device__ __forceinline__ void add_diagonals(float *to, int least, int most, int first,
                                               smem_addr ds_s) {
@@ -80,7 +83,7 @@ __device__ __forceinline__ void add_diagonals(float *to, int least, int most, in
         after[1] += wraps ? a.y : 0;
         before[1] += wraps ? b.x : 0;
     }
-    /* 2 e + 1 of a lane is 2 e - 1 of the next */
+    /* the diagonal 2 e + 1 of a lane is the diagonal 2 e - 1 of the next lane */
     const float next[2] = {__shfl_sync(0xffffffffu, before[0], (lane + 1) % 32),
                            __shfl_sync(0xffffffffu, before[1], (lane + 1) % 32)};
     if (lane < 31) after[0] += next[0];
@@ -93,17 +96,17 @@ __device__ __forceinline__ void add_diagonals(float *to, int least, int most, in
     }
 }
 
-/* Warps 9 and 11 read dS of each step once warpgroup 1 has stored it. send_ds says why they have
- * read dS before that is overwritten. */
+/* Warps 9 and 11 run this. They read dS of each step once warpgroup 1 has stored it. send_ds
+ * explains why dS is not overwritten before. */
 template <class T, class Tile>
 __device__ __forceinline__ void collect_bias(const BwdMaskedParams &x, const BwdWork &w,
                                              smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     static_assert(std::is_same<typename S::Scores, StepDs>::value, "dS has one panel of 64 rows");
     const int steps = steps_of<Tile>(x.g, w);
-    const int first = threadIdx.x / 32 == 9 ? 0 : 32; /* of the warp's rows */
+    const int first = threadIdx.x / 32 == 9 ? 0 : 32; /* the warp's first row */
     float2 keys = make_float2(0, 0);
-    float *last = NULL; /* where `keys` belong */
+    float *last = NULL; /* the head's sums to which `keys` must be added */
 #pragma unroll 1
     for (int n = 0; n < steps; ++n) {
         bar_sync(BAR_SENT_DS + (n & 1), BWD_SENT_DS<Tile>);
@@ -134,6 +137,7 @@ __device__ __forceinline__ void collect_bias(const BwdMaskedParams &x, const Bwd
 /* ---- 2. between and after the launches ------------------------------------------------------- */
 constexpr int BIAS_THREADS = 256, BIAS_CLEAR_BLOCKS = 264;
 
+/* sums [rows][pitch] of which `columns` columns are rounded into `to` [rows][columns]. */
 struct BwdBiasSums {
     float *sums;
     void *to;
@@ -142,6 +146,7 @@ struct BwdBiasSums {
     const unsigned *spoilt;
 };
 
+/* Clears the sums of the first launch if the second launch computes them again. */
 __global__ void __launch_bounds__(BIAS_THREADS)
     bwd_bias_clear_kernel(const __grid_constant__ BwdBiasSums x) {
     if (*x.spoilt == 0) return;
@@ -159,10 +164,11 @@ __global__ void __launch_bounds__(BIAS_THREADS)
 }
 
 /* ---- 3. plan --------------------------------------------------------------------------------- */
-/* Which biases a tile serves, and its parameters: see BwdBiasByTma. */
+/* A bias that warpgroup 0 loads, and its gradient: the same functions as BwdBiasByTma. */
 template <class T, class Tile> struct BwdBiasByLoads {
     static constexpr bool DISTANCE = ScoresOf<Tile>::BIAS == BWD_DISTANCE;
 
+    /* True if the gradient broadcasts, so that several pairs are added to one of its elements. */
     static bool summed(const gk_flash_attn_bwd_args *a) {
         const gk_tensor *t = gk_dbias_of(a);
         const gk_tensor &q = a->fwd.q;
@@ -176,14 +182,14 @@ template <class T, class Tile> struct BwdBiasByLoads {
             return !bias && scores->distance_bias && scores->distance_bias->dtype == GK_F32 &&
                    scores->distance_bias->stride[1] == 1;
         if (!bias || scores->distance_bias || bias->dtype != a->fwd.q.dtype) return false;
-        /* pairs of keys are loaded at a time */
+        /* one load takes the bias of two keys */
         bool good = bias->shape[3] == a->fwd.k.shape[2] && bias->shape[3] > 1 &&
                     bias->stride[3] == 1 && (uintptr_t)bias->data % 4 == 0;
         for (int d = 0; d < 3; ++d)
             good = good && (bias->shape[d] == 1 || bias->stride[d] % 2 == 0);
         return good && (!gk_dbias_of(a) || summed(a) || bias_fits(a, *gk_dbias_of(a), false));
     }
-    /* The sums of a bias. Those of distances are the gradient itself. */
+    /* The sums of a bias. For a bias by distance they are the gradient itself, which is float32. */
     static BwdBiasSums sums_of(const gk_flash_attn_bwd_args *a, const BwdMaskedParams &x) {
         const gk_tensor *t = DISTANCE ? gk_ddistance_of(a) : gk_dbias_of(a);
         BwdBiasSums s = {

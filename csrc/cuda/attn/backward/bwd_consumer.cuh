@@ -1,12 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_consumer.cuh: the kernel of the Hopper backward and its launcher. It also has the steps that
- * all consumers share: P and dS from the products, the additions of dQ to memory, and the stores of
- * dK and dV.
+/* bwd_consumer.cuh: the kernel of the Hopper backward and its launcher. bwd.cuh has the equations.
  *
- * The kernel is a template over a Consumer. A Consumer has a Tile; Params; run(), the steps of one
- * warpgroup; store(), which writes its dK and dV; and the parts of BwdUnmasked, which say which
- * rows a block takes and load them. bwd_keys.cuh defines the one for head_dim up to 128,
- * flash_attn_bwd_wide_sm90a.cu the one for larger head_dims. */
+ * The kernel is a template over a Consumer, which is the code of one consumer warpgroup.
+ * bwd_keys.cuh defines it for head_dim up to 128, bwd_wide.cuh for larger head_dims. The kernels
+ * with dropout, with a mask and with float32 gradients derive theirs from these two. A Consumer has
+ * a Tile; Params; run(), the steps of the warpgroup; store(), which writes its dK and dV; and the
+ * members of BwdUnmasked, which find the rows that a block takes and load them.
+ *
+ * A block has three warpgroups: two consumers and a producer (bwd_producer.cuh). A block whose task
+ * is a rows or rounding task runs bwd_tasks.cuh in all of its threads instead.
+ *
+ * This file also has the helpers that all consumers use: P and dS from the products, the additions
+ * of dQ to memory, and the stores of dK and dV. serves() and short_enough() decide which calls an
+ * instance refuses. */
 #ifndef GPUKERN_CUDA_BWD_CONSUMER_CUH
 #define GPUKERN_CUDA_BWD_CONSUMER_CUH
 
@@ -25,14 +31,16 @@ namespace {
 constexpr const char *OP = "gk_flash_attn_bwd";
 
 /* ---- 1. helpers ------------------------------------------------------------------------------ */
-/* A barrier of both consumer warpgroups. WGMMA also sees what they stored before. */
+/* A barrier of both consumer warpgroups. WGMMA also sees what their threads stored to shared memory
+ * before it. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();
     bar_sync(BAR_CONSUMERS, 256);
 }
 
-/* Which of a lane's pairs are visible. Element 4 n + e is key 8 (e / 2) and row 8 n + e % 2,
- * relative to the lane's first. */
+/* Which pairs (row, key) of a lane are visible by causal, window, kv_start and kv_end. Element 4 n
+ * + e of the lane's accumulators is key 8 (e / 2) and row 8 n + e % 2, relative to the lane's first
+ * key and row. */
 struct BwdMask {
     int ahead[2];     /* key minus the first key that the lane's first row may see */
     unsigned keys[2]; /* number of keys that a row sees; 0 if no row sees this key */
@@ -59,14 +67,15 @@ __device__ __forceinline__ int own_key(const BwdWork &w, int first) {
     return w.j0 + first + thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
-/* The address of lse of this lane's first row in a step's tile. delta follows BQ floats later. */
+/* The address of lse of this lane's first row in the tile of step n. delta follows BQ floats
+ * later. */
 template <class Tile> __device__ __forceinline__ smem_addr own_stats(smem_addr smem_s, int n) {
     typedef BwdSmem<Tile> S;
     return smem_s + S::STATS_AT + tma_steps<Tile::STAGES>::stage(n) * S::STATS +
            (mov_tid_x() & 3) * 8;
 }
 
-/* Sets S^T of keys that a row does not see to -inf. */
+/* Sets S^T of hidden pairs to -inf. key, row: those of the lane's first accumulator. */
 template <int M>
 __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key, int row) {
     const BwdMask mask(seq, key, row);
@@ -75,8 +84,9 @@ __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key
         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
 }
 
-/* Which of a lane's pairs the mask shows. Bit 2 n + e of seen[r] is row 8 n + e and key 8 r,
- * relative to the lane's first: the order of a stored mask's words. edge: see BwdTileOf. */
+/* Reads which of a lane's pairs a stored mask shows. Bit 2 n + e of seen[r] is row 8 n + e and key
+ * 8 r, relative to the lane's first row and key. This is the order of a stored mask's words. edge:
+ * see BwdTileOf. */
 template <class Tile>
 __device__ __forceinline__ void seen_by_words(uint32_t (&seen)[2], smem_addr smem_s, int n,
                                               unsigned edge) {
@@ -90,8 +100,8 @@ __device__ __forceinline__ void seen_by_words(uint32_t (&seen)[2], smem_addr sme
     seen[1] = words.y >> (edge - 2);
 }
 
-/* Sets P and dS of hidden pairs to 0, whatever they hold. p and ds [2 n + r] have the rows 8 n and
- * 8 n + 1 and the key 8 r. */
+/* Sets P and dS of hidden pairs to 0, even if they are NaN. p[2 n + r] and ds[2 n + r] hold rows 8
+ * n and 8 n + 1 of key 8 r. */
 template <int M>
 __device__ __forceinline__ void hide_pairs(uint32_t (&p)[M], uint32_t (&ds)[M],
                                            const uint32_t (&seen)[2]) {
@@ -106,8 +116,9 @@ __device__ __forceinline__ void hide_pairs(uint32_t (&p)[M], uint32_t (&ds)[M],
         }
 }
 
-/* Turns S^T into P^T with a bias, whose tile is [rows][keys] in shared memory. A bias of at most
- * `least` hides its pair: clears its bit of seen. lse_s: address of the lane's first row. */
+/* Replaces S^T by P^T, with a bias whose tile [rows][keys] is in shared memory. A bias of at most
+ * `least` hides its pair: the pair's bit of `seen` is cleared. lse_s: the address of lse of the
+ * lane's first row. */
 template <class T, class Panels, int M>
 __device__ __forceinline__ void biased_weights(float (&s)[M], smem_addr lse_s, float scale_log2,
                                                smem_addr bias_s, float least, uint32_t (&seen)[2]) {
@@ -135,8 +146,8 @@ __device__ __forceinline__ void biased_weights(float (&s)[M], smem_addr lse_s, f
     }
 }
 
-/* Stores a step's dS [rows][keys] as the gradient of the bias. One thread, which has seen all of it
- * complete. */
+/* Stores the dS [rows][keys] of a step as the gradient of the bias. One thread calls this, after a
+ * barrier that all writers of dS have passed. In masked kernels t.slope holds the head's number. */
 template <class Panels, class Params>
 __device__ __forceinline__ void store_dbias(const Params &x, const BwdWork &w, const BwdTileOf &t,
                                             smem_addr ds_s) {
@@ -148,7 +159,8 @@ __device__ __forceinline__ void store_dbias(const Params &x, const BwdWork &w, c
     tma_store_commit_group();
 }
 
-/* Turns S^T into P^T. lse_s: address of the lane's first row; delta_s below likewise. */
+/* Replaces S^T by P^T. lse_s: the address of lse of the lane's first row. delta_s below is that of
+ * delta. */
 template <int M>
 __device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float scale_log2) {
 #pragma unroll
@@ -161,8 +173,8 @@ __device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float sc
     }
 }
 
-/* Packs P and dS as A operands of the next products: p [kk / 4] is the fragment of rows kk .. kk
- * + 15. */
+/* Computes dS and packs P and dS to 16 bits, as A operands of the next products. p[kk / 4] begins
+ * the fragment of rows kk to kk + 15, and so does ds[kk / 4]. */
 template <class T, int M>
 __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
                                           uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],
@@ -181,7 +193,8 @@ __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)
     }
 }
 
-/* weights and gradients with softcap and ALiBi. key, row: of element 0. */
+/* Does the work of weights() and gradients() in calls with softcap or ALiBi. key, row: those of
+ * element 0. */
 template <class T, int M>
 __device__ __forceinline__ void
 modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
@@ -212,8 +225,8 @@ modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 
     }
 }
 
-/* Adds dQ to memory, 512 contiguous bytes of a warp at a time. The offsets are immediates of the
- * instruction. */
+/* Adds dQ to memory. Each instruction of a warp adds 512 contiguous bytes. The offsets are
+ * immediates of the instruction, so that one address register is enough. */
 template <int BYTES, int J = 0, int M>
 __device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M]) {
     red_add_128<BYTES + J * 128>(to, dq[J], dq[J + 1], dq[J + 2], dq[J + 3]);
@@ -225,9 +238,9 @@ template <class Tile> __device__ __forceinline__ void wait_turn(smem_addr smem_s
     mbarrier_wait(smem_s + BwdSmem<Tile>::TURN, n & 1);
 }
 
-/* Ordered kernels: signals that this thread has added. keep_order's thread then tells other
- * blocks. No fence is needed here: the additions happen before keep_order's release, since
- * causality order is transitive. A fence would make these warps wait. */
+/* Ordered kernels: signals that this thread has added its dQ. The thread that runs keep_order then
+ * signals the other blocks. No fence is needed here: the additions happen before keep_order's
+ * release, since causality order is transitive. A fence would make these warps wait. */
 template <class Tile> __device__ __forceinline__ void pass_turn(smem_addr smem_s) {
     mbarrier_arrive(smem_s + BwdSmem<Tile>::ADDED);
 }
@@ -285,11 +298,13 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, con
                     make_float2(d[4 * n + 2 * r] * factor, d[4 * n + 2 * r + 1] * factor);
 }
 
-/* The parts of a Consumer that depend on which rows see a block's keys: here those within the
- * bounds of place_block. flash_attn_bwd_masked_sm90a.cu has those of a stored mask. */
+/* The members of a Consumer that find and load the rows of a block. Here they are the rows that can
+ * see the block's keys by causal, window, kv_start and kv_end (place_block). BwdMaskedConsumer and
+ * BwdMaskedWideConsumer replace these members for stored masks. */
 template <class Tile, bool ORDERED> struct BwdUnmasked {
     typedef BwdHopperParams Params;
-    static constexpr bool SPLITS = false; /* true: some keys tasks may have no work */
+    /* true: a keys task may have no work, and the Consumer has has_no_work() */
+    static constexpr bool SPLITS = false;
     /* True if the kernel has nothing to do. */
     static __device__ __forceinline__ bool leaves(const Params &) { return false; }
     static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr) {
@@ -302,6 +317,10 @@ template <class Tile, bool ORDERED> struct BwdUnmasked {
 };
 
 /* ---- 2. the kernel --------------------------------------------------------------------------- */
+/* The roles of the warps in a keys task. Warps 0 to 7 are the consumers. Warp 8 loads. Thread 0 of
+ * warp 9 keeps the order of additions (ordered kernels). Warp 10 sends dS to the other block
+ * (pairs). Warp 11 counts the task as done when both consumers have added their last dQ. With
+ * bwd_collects, warps 9 and 11 also sum the gradient of a bias. */
 template <class Consumer>
 __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
@@ -314,7 +333,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     /* the shuffle tells the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Consumer::leaves(x)) return;
-    if (threadIdx.x == 0) { /* takes longest; other warps do the rest meanwhile */
+    if (threadIdx.x == 0) { /* this takes longest, so other warps do the rest at the same time */
         Consumer::place(w, x, smem_s);
     } else if (threadIdx.x == 8 * 32) {
         prefetch_tensormap(&x.k);
@@ -347,7 +366,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
             return;
         }
     }
-    /* happens in packed calls only */
+    /* The block's keys lie after the end of the sequence, which happens in packed calls only. */
     if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return;
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
@@ -355,8 +374,8 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
         if constexpr (bwd_collects<Tile>)
             if (threadIdx.x / 32 % 2 == 1) Consumer::collect(x, w, smem, smem_s);
-        /* The release waits for the additions. This warp does it, so that the consumers can store
-         * dK and dV meanwhile. */
+        /* The release waits until the additions have reached memory. This warp waits for it, so
+         * that the consumers can store dK and dV meanwhile. */
         if (threadIdx.x / 32 == 11 && x.grid.rows > 0) {
             bar_sync(BAR_ADDED, 256 + 32);
             if (laneid() == 0) red_add_release(x.keys_done + w.task.unit);
@@ -379,6 +398,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
 }
 
 /* ---- 3. the last pass of packed calls -------------------------------------------------------- */
+/* Scales dQ of one tile of rows and rounds it. In dense calls a rounding task does this. */
 template <class T, class Tile, class Grad>
 __global__ void __launch_bounds__(BWD_PRE_THREADS)
     flash_attn_bwd_round_kernel(const __grid_constant__ Bwd g) {
@@ -392,6 +412,9 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS)
 }
 
 /* ---- 4. launcher ----------------------------------------------------------------------------- */
+/* True if an instance can run the call. key: {largest head_dim, largest head_dim_v, variant, bytes
+ * of shared memory, rows of a tile}. The variant has bit 0 for softcap, ALiBi or a scale that is
+ * not positive, and bit 1 for deterministic calls. */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
@@ -404,37 +427,39 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
            smem_fits(ctx, row->key[3]);
 }
 
-/* True if the call is short enough for this tile: a tile with fewer rows wastes less at the
- * ends, and a larger one is faster otherwise. */
+/* True if the sequences are short enough for this tile. A tile with fewer rows wastes less at the
+ * ends of short sequences; a larger one is faster for long ones. */
 template <class Tile> bool short_enough(const gk_flash_attn_args &a) {
     const int64_t seq_q = a.cu_seqlens_q ? a.max_seqlen_q : a.q.shape[2];
     const bool causal = a.rules.is_causal || a.rules.window_right >= 0;
-    /* with GQA, the heads of a group share the fixed cost of a block */
+    /* With GQA, one block takes all heads of a group, so its fixed cost matters less. */
     const bool alone = a.q.shape[1] == a.k.shape[1];
     return seq_q <= (causal ? BwdRange<Tile>::MOST_ROWS_CAUSAL : BwdRange<Tile>::MOST_ROWS) /
                         (alone ? 1 : 2);
 }
 
-/* True if the grid has fewer than eight waves. Under a mask, the longest blocks must then not
- * start last, because their time is a large part of the whole. */
+/* True if the grid has fewer than eight waves. If a causal mask or a window makes blocks differ,
+ * the longest ones must then not start last, because one of them takes a large part of the whole
+ * time. */
 template <class Tile> bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
     return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS <
            8 * gk_gpu_of(ctx->index)->num_sms;
 }
 
-/* The direction in which ordered kernels process keys and rows: see BwdOrderedStep. */
+/* True if ordered kernels start with the last keys and take the rows upwards (BwdOrderedStep). */
 template <class Tile> bool goes_up(const gk_context *ctx, const Bwd &g, const BwdGrid &grid) {
     return g.p.rules.right >= 0 && !few_waves<Tile>(ctx, grid);
 }
 
-/* Plans the grid. A task is one cluster's. In dense calls the grid also contains the tasks for
- * rows and rounding, which run while the tensor cores of other SMs multiply. Separate kernels do
- * them in packed calls, whose grid has many empty blocks, and if rows of out are not aligned to
- * 16 bytes. */
+/* Plans the grid. Each cluster runs one task. In dense calls the grid also contains the rows and
+ * rounding tasks, which run while the tensor cores of other SMs multiply. Separate kernels do this
+ * work in packed calls, whose grid has many empty blocks, and in calls in which rows of out are not
+ * aligned to 16 bytes. */
 template <class Tile>
 BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
     constexpr int BLOCKS = BwdSmem<Tile>::BLOCKS;
-    const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS; /* that run at a time */
+    /* clusters that run at the same time */
+    const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS;
     BwdGrid grid = {};
     grid.units = g.p.heads_kv * g.p.batch;
     grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV);
@@ -442,25 +467,27 @@ BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bw
     if (grid.units == 0 || grid.keys == 0) return grid;
     const bool masked = bwd_masked<Tile> || g.p.rules.left >= 0 || g.p.rules.right >= 0,
                few = few_waves<Tile>(ctx, grid);
-    /* work units (kv heads) that run at a time */
+    /* work units (kv heads) that run at the same time */
     const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units);
     if (a->deterministic && !goes_up<Tile>(ctx, g, grid)) {
-        /* blocks that start together have the same index in their unit, so none waits for
-         * another */
+        /* Blocks that start together have the same index in their unit, so none waits for
+         * another. */
         grid.together = wave;
     } else if (masked && !few && grid.keys >= BWD_SET_KEYS && g.p.rules.left < 0) {
-        grid.together = wave; /* the longest blocks of a wave first */
+        grid.together = wave; /* the longest blocks of a wave come first */
     } else if (masked && few) {
-        /* sets of equal size, of at most about a wave */
+        /* sets of equal size, each at most about a wave */
         const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(clusters, grid.keys));
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
     if (g.p.cu_q || !rows_aligned(a->fwd.out)) return grid;
     grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, BLOCKS * Tile::TASK_TILES);
     const int64_t set_keys = (int64_t)grid.together * grid.keys;
-    /* rows tasks are short, so a few sets of lead are enough */
+    /* Rows tasks are short, so they need to run only a few sets before the keys tasks that use
+     * them. */
     const int64_t lead = gk_ceil_div(clusters, set_keys + 2 * (int64_t)grid.together * grid.rows);
-    /* until a set's last block is done; under a mask a block takes up to twice the mean time */
+    /* Rounding tasks follow when the last block of their set is done. Under a mask a block takes up
+     * to twice the mean time. */
     const int64_t lag = gk_ceil_div(2 * clusters, set_keys) + 1;
     grid.lead = (int)gk_min_i64(lead, grid.sets());
     grid.lag = (int)gk_min_i64(lag, grid.sets());
@@ -525,7 +552,7 @@ template <class T, class Consumer>
 gk_status run_kernels(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const gk_plan *plan,
                       const typename Consumer::Params &x) {
     typedef typename Consumer::Tile Tile;
-    const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
+    const bool alone = x.grid.rows > 0; /* the grid computes everything except dsinks */
     const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
     gk_status status = cleared > 0 ? clear_memory(OP, ctx, x.rows_done, cleared) : GK_OK;
     if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_dq_sm80.cuh: dq alone, by rows, in bfloat16 and float16 on the tensor cores (mma.sync), for
- * deterministic calls. It is the kernel of flash_attn_bwd_dq_sm80 and, with DROP, of
- * flash_attn_bwd_dq_drop_sm80 (Dao 2023, arXiv:2307.08691, Algorithm 2, with its loops exchanged).
- * The equations are in bwd.cuh.
+/* bwd_dq_sm80.cuh: the kernel that computes dq alone, by rows, in bfloat16 and float16 on the
+ * tensor cores (mma.sync). Deterministic calls use it. It is the kernel of flash_attn_bwd_dq_sm80
+ * and, with DROP, of flash_attn_bwd_dq_drop_sm80 (Dao 2023, arXiv:2307.08691, Algorithm 2, with its
+ * loops exchanged). The equations are in bwd.cuh.
  *
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with rows aligned to
  * 16 bytes, and the stats of the pre-pass. Writes dq, rounded once.
  *
  * Work split: a block owns BQ rows of one query head, a warp BQ / WARPS of them. The block loops
- * over the keys that they see, BKV at a time. S = Q K^T and dP = dO V^T are computed again. dS goes
- * from the accumulators into A operands in registers, for dQ += dS K. Shared memory: DqSmem<Tile>
- * below. A step: wait for K_j V_j | barrier | copy K_j+1 V_j+1 | S P dP dS dQ
+ * over the keys that its rows see, BKV at a time. S = Q K^T and dP = dO V^T are computed again. dS
+ * goes from the accumulators into A operands in registers, for dQ += dS K. DqSmem<Tile> below is
+ * the layout of shared memory. A step: wait for K_j V_j | barrier | copy K_j+1 V_j+1 | S P dP dS dQ
  *
  * Not handled: dk and dv (flash_attn_bwd_sm80); unaligned rows. */
 #ifndef GPUKERN_CUDA_BWD_DQ_SM80_CUH
@@ -36,8 +36,8 @@ template <class Tile> struct DqSmem {
                   "warps share the rows evenly");
 };
 
-/* Bank conflicts of staging dQ: a warp stores c[0], c[1] of an accumulator as 4 bytes of a row,
- * that is 8 rows and 4 neighbours of a chunk. */
+/* The number of bank conflicts when dQ is stored to shared memory. A warp stores c[0] and c[1] of
+ * an accumulator as 4 bytes of a row. These are 8 rows and 4 neighbours of a 16-byte chunk. */
 template <class Queries> constexpr int store_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane)
@@ -51,7 +51,8 @@ static_assert(store_ways<DqSmem<BwdDq64>::Queries>() == 1 &&
               "stores of dQ meet no bank conflicts");
 
 /* ---- 2. dQ ----------------------------------------------------------------------------------- */
-/* Applies dropout to dP. row: the lane's first row in the sequence; key0: the tile's first key. */
+/* Applies dropout to dP: dropped pairs become 0, others are multiplied by 1 / (1 - p). row: the
+ * lane's first row in the sequence; key0: the tile's first key. */
 template <int M, int N>
 __device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd> &g, int b,
                                         int head, int q0, int row, int key0) {
@@ -106,8 +107,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    /* 2.1 which rows, which keys; the last rows first, because under a causal mask they see the
-     * most keys */
+    /* 2.1 The block's rows and the keys that they see. The last rows start first, because under a
+     * causal mask they see the most keys. */
     const int tiles = (p.seq_q + BQ - 1) / BQ;
     const int i0 = (tiles - 1 - blockIdx.x % tiles) * BQ;
     const int head = blockIdx.x / tiles % p.heads_q, b = blockIdx.x / tiles / p.heads_q,
@@ -167,7 +168,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 
 #pragma unroll 1
     for (int j0 = j_lo; j0 < j_hi; j0 += BKV) {
-        /* 2.3 the keys of this step have arrived, the previous stage may be overwritten */
+        /* 2.3 wait: the keys of this step have arrived, and the previous stage may be
+         * overwritten */
         cp_async_wait_group<0>();
         __syncthreads();
         const int next = j0 + BKV;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_drop.cuh: the dropout of flash_attn_bwd_drop_sm90a. A consumer warp draws the bits of the
- * next step's pairs while dK's product runs, when S and dP need no registers (../drop_pairs.cuh).
- */
+/* bwd_drop.cuh: the dropout of flash_attn_bwd_drop_sm90a. Philox gives one bit for each pair
+ * (../drop_pairs.cuh). A consumer warp draws the bits of the next step's pairs while dK's product
+ * runs. At that time no S and dP are in registers. */
 #ifndef GPUKERN_CUDA_BWD_DROP_CUH
 #define GPUKERN_CUDA_BWD_DROP_CUH
 
@@ -14,14 +14,14 @@ struct BwdDropParams : BwdHopperParams {
     Divisor by_row_tiles; /* tiles of rows of a head */
 };
 
-/* A tile of flash_attn_bwd_drop_sm90a. TOGETHER: the calls of Philox that a lane makes at a time.
- */
+/* A tile of flash_attn_bwd_drop_sm90a. TOGETHER: the number of Philox calls that a lane computes at
+ * a time. */
 template <class Base, int TOGETHER_> struct BwdDrop : Base {
     static constexpr int TOGETHER = TOGETHER_;
 };
-/* K in registers spilled 92 bytes. 2037 us at 2k full, 2236 with 96 rows and K in registers (one
- * H200, 16,384 tokens of 2,048 columns). At head_dim 128: 1665 with 64 rows, 1901 with 80, whose
- * calls cover 96 rows. */
+/* With K in registers, 92 bytes spilled. Measured: 2037 us at 2k full, where 96 rows and K in
+ * registers take 2236 us (one H200, 16,384 tokens of 2,048 columns). At head_dim 128, 64 rows take
+ * 1665 us. 80 rows take 1901 us, because their Philox calls cover 96 rows. */
 struct BwdDropHopper64 : BwdHopper64 {
     static constexpr bool K_REGISTERS = false;
 };
@@ -34,7 +34,8 @@ template <class Base, int TOGETHER> struct DropOf<BwdDrop<Base, TOGETHER>> {
     DropPairs kept;
     PhiloxSeed seed;
     uint32_t row,
-        group; /* of the step that is drawn next: its first row, the warp's first key / 8 */
+        /* the step that is drawn next: its first row, and the warp's first key divided by 8 */
+        group;
 
     __device__ __forceinline__ DropOf(const BwdDropParams &x)
         : seed(x.drop.seed, x.drop.seed_step) {}
@@ -55,8 +56,8 @@ template <class Base, int TOGETHER> struct DropOf<BwdDrop<Base, TOGETHER>> {
         opaque(kept.word[1]);
     }
 
-    /* `gradients` with dropout: P of pairs that are dropped becomes 0, and so does their dP, whose
-     * factor is 1 / (1 - p). */
+    /* gradients() with dropout. P of a dropped pair becomes 0, and so does its dP. dP of the others
+     * is multiplied by factor = 1 / (1 - p). */
     template <class T, int M>
     __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
                                               uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],

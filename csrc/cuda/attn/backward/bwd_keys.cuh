@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and of the kernels that share its
- * steps, which owns 64 of the block's 128 keys. flash_attn_bwd_sm90a.cu describes its steps. */
+/* bwd_keys.cuh: a consumer warpgroup of the Hopper backward for head_dim up to 128. It owns 64 of
+ * the block's 128 keys and keeps their dK and dV in registers. flash_attn_bwd_sm90a.cu describes
+ * the steps. flash_attn_bwd_drop_sm90a, flash_attn_bwd_masked_sm90a and
+ * flash_attn_bwd_partial_sm90a derive from it. */
 #ifndef GPUKERN_CUDA_BWD_KEYS_CUH
 #define GPUKERN_CUDA_BWD_KEYS_CUH
 
@@ -8,7 +10,7 @@
 
 namespace {
 
-/* The dropout of the tile's kernel: bwd_drop.cuh. */
+/* Dropout. This is the version without; bwd_drop.cuh has the other. */
 template <class Tile> struct DropOf {
     static constexpr bool ON = false;
     template <class Params> __device__ __forceinline__ DropOf(const Params &) {}
@@ -66,7 +68,8 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
         if (Tile::K_REGISTERS) load_rows<typename S::K>(k_frag, smem_s + S::K_AT);
         if (steps > 0) ring.wait_full(0);
         const smem_addr tiles_s = smem_s + S::TILES;
-        uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0); /* tile, edge */
+        /* tile and edge of this step's BwdTileOf */
+        uint2 now = steps > 0 ? ld_shared_64(tiles_s) : make_uint2(0, 0);
         DropOf<Tile> dropout(x);
         if constexpr (DROP)
             if (steps > 0) {
@@ -79,6 +82,7 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             const smem_addr o_s = smem_s + S::O_AT + ring.stage(n) * S::O::bytes;
             const smem_addr ds_s = smem_s + S::DS_AT + (n & 1) * S::Scores::bytes;
             const BwdTileOf &t = tiles[ring.stage(n)];
+            /* 1. S^T = K Q^T and dP^T = V dO^T */
             float s[N * 4], dp[N * 4];
             uint32_t p[N * 2], ds[N * 2];
             wgmma_fence();
@@ -99,7 +103,7 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             wgmma_commit_group();
             wgmma_wait_group<1>();
             wgmma_pin(s);
-            uint32_t seen[2]; /* with a bias: which of the lane's pairs are visible */
+            uint32_t seen[2]; /* 2. P^T. With a bias: which of the lane's pairs are visible */
             if constexpr (BIAS) {
                 seen_by_words<Tile>(seen, smem_s, n, now.y);
                 biased_weights<T, typename S::Scores>(
@@ -110,14 +114,16 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
                     hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
-            /* This barrier completed long ago. Its loop ends a basic block, so ptxas moves
-             * nothing past the wait. */
+            /* This barrier completed long ago, so the wait costs nothing. Its loop ends a basic
+             * block, and ptxas moves no instruction past it. */
             mbarrier_wait(smem_s + S::KV_FULL, 0);
-            /* Not sooner: the address would then share registers with the additions of dQ, and
-             * the products would wait for those. */
+            /* Q and dO of the previous step are released here and not sooner. Sooner, the address
+             * would get the registers of the additions of dQ, and the products would wait for
+             * those. */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
             wgmma_pin(dp);
+            /* 3. dS^T */
             const smem_addr stats_s = own_stats<Tile>(smem_s, n);
             if (MODIFIED) {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
@@ -136,8 +142,8 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             }
             store_ds(ds_s, ds);
 
-            /* One part of dV keeps the tensor cores busy during the barrier. The rest and dK run
-             * while dQ goes to memory. */
+            /* 4. dV, dQ and dK. The first rows of dV keep the tensor cores busy during the barrier.
+             * The rest of dV and dK run while dQ goes to memory. */
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < Tile::DV_FIRST; kk += 16)
@@ -174,8 +180,8 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
                 wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
             wgmma_commit_group();
             if (ORDERED) wait_turn<Tile>(smem_s, n);
-            /* ask for the next step's tiles before the additions fill the queue that the answer
-             * comes through */
+            /* Read the next step's description before the additions of dQ, which fill the queue to
+             * memory that these reads would wait in. */
             const int next = min(n + 1, steps - 1);
             ring.wait_full(next);
             const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
@@ -186,9 +192,9 @@ struct BwdConsumer : BwdUnmasked<Tile_, ORDERED_> {
             const uint64_t to = own_dq<Tile>(g, now.x, block);
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             if (ORDERED) pass_turn<Tile>(smem_s);
-            if constexpr (DROP) { /* of the next step, under dK */
+            if constexpr (DROP) { /* draw the bits of the next step while dK's product runs */
                 dropout.draw(x);
-                mbarrier_wait(smem_s + S::KV_FULL, 0); /* ends a basic block, as above */
+                mbarrier_wait(smem_s + S::KV_FULL, 0); /* ends a basic block, as in 2 */
             }
             wgmma_wait_group<0>();
             wgmma_pin(dv);

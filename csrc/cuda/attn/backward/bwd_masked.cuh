@@ -1,7 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_masked.cuh: shared by flash_attn_bwd_masked_sm90a and flash_attn_bwd_masked_wide_sm90a: the
- * parameters, the producer's way through the lists of a stored mask, the second launch that NaN of
- * hidden rows and keys needs, plan and launch. flash_attn_bwd_masked_sm90a.cu explains them. */
+/* bwd_masked.cuh: what flash_attn_bwd_masked_sm90a and flash_attn_bwd_masked_wide_sm90a have in
+ * common. flash_attn_bwd_masked_sm90a.cu describes these kernels.
+ *
+ * 1. How the producer reads the lists of a stored mask, step after step.
+ *
+ * 2. How the second launch replaces NaN of hidden rows and keys.
+ *
+ * 3. How the parts of a tile of keys are summed, if the tile is cut.
+ *
+ * 4. Plan, workspace and launch. serves_masked says which calls are refused. */
 #ifndef GPUKERN_CUDA_BWD_MASKED_CUH
 #define GPUKERN_CUDA_BWD_MASKED_CUH
 
@@ -22,24 +29,26 @@ struct BwdMaskedParams : BwdHopperParams {
     int64_t mask_batch, mask_head; /* strides, 0 where the mask broadcasts */
     gk_mask_layout at;
     gk_mask_store store;
-    bool again; /* the second launch */
+    bool again; /* this is the second launch */
     BwdSplit split;
     /* [unit][split.tiles][block of a pair][split.most][PART_FLOATS]: dK and dV of each part, in
-     * accumulator order; and how many parts of each tile have stored theirs */
+     * accumulator order. stored: for each tile that is cut, the number of parts that have stored
+     * theirs. */
     float *sums;
     unsigned *stored;
-    /* pairs of blocks, which read the bias without TMA: strides in bytes, 0 where it broadcasts */
+    /* Wide kernels read the bias without TMA. The strides are in bytes, 0 where the bias
+     * broadcasts. */
     const char *bias_data;
     int64_t bias_batch, bias_head, bias_row;
-    /* the float32 sums of its gradient (bwd_bias.cuh), NULL = none; strides in elements */
+    /* the float32 sums of the bias's gradient (bwd_bias.cuh), NULL = none; strides in elements */
     float *bias_sums;
     int64_t sums_batch, sums_head, sums_row;
 };
 
-/* dK and dV of a block's part of a tile. */
+/* The number of floats in dK and dV of one part of a block's keys. */
 template <class Tile> constexpr int PART_FLOATS = Tile::BKV * (Tile::HEAD_DIM + Tile::HEAD_DIM_V);
 
-/* The bias of a head. */
+/* The address of a head's bias. */
 __device__ __forceinline__ const char *bias_of(const BwdMaskedParams &x, const BwdWork &w,
                                                int head) {
     return x.bias_data + w.b * x.bias_batch + head * x.bias_head;
@@ -56,7 +65,7 @@ __device__ __forceinline__ const uint16_t *list_of(const BwdMaskedParams &x, int
     return (const uint16_t *)(mask_of(x, b, head) + x.at.lists_t) + (int64_t)tile * x.at.tiles_q;
 }
 
-/* The length of a list: zeros, which are no entries, follow the last one. */
+/* The length of a list. Zeros follow the last entry, and no entry is 0. */
 __device__ __forceinline__ int length_of(const BwdMaskedParams &x, const uint16_t *list) {
     int lo = 0, hi = (int)x.at.tiles_q;
 #pragma unroll 1
@@ -70,8 +79,8 @@ __device__ __forceinline__ int length_of(const BwdMaskedParams &x, const uint16_
     return lo;
 }
 
-/* The steps of entries [from, to) of a list: a block of 128 queries has as many as it has tiles of
- * rows. */
+/* The number of steps of entries [from, to) of a list. A block of 128 queries takes a step for each
+ * of its tiles of BQ rows. */
 template <class Tile>
 __device__ __forceinline__ int steps_of_list(const uint16_t *list, int from, int to, int seq_q) {
     if (from >= to) return 0;
@@ -80,21 +89,23 @@ __device__ __forceinline__ int steps_of_list(const uint16_t *list, int from, int
     return (to - from - 1) * (GK_MASK_TILE / Tile::BQ) + (rows + Tile::BQ - 1) / Tile::BQ;
 }
 
-/* The producer's place in the lists and the step there, and the block's part of its tile, in shared
- * memory. */
+/* The producer's position in the lists, the step at this position, and the block's part of its tile
+ * of keys. It is in shared memory, because the producer has few registers. */
 struct BwdPlace {
     enum Field {
         HEAD,
-        LEFT,  /* blocks of the head's list that are left */
+        LEFT,  /* entries of the head's list that are left */
         INDEX, /* the next entry */
-        KEPT,  /* entries before it whose words are stored */
+        KEPT,  /* entries before INDEX whose words are stored */
         ROW,   /* the step's first row */
-        KIND,  /* of the step's block. MADE: the producer computes the words */
-        FULL,  /* MADE only: all queries see the block's keys, but the end of the keys cuts it */
-        WORDS, /* of the stored words */
-        PARTS, /* into which the block's tile of keys is cut. 0: the block has no work */
-        PART,  /* the block's own */
-        LAST   /* this part has stored its sums last */
+        KIND,  /* kind of the step's block. GK_BLOCK_MADE: the producer computes the words */
+        /* with GK_BLOCK_MADE: all queries see the block's keys, but the last keys of the block do
+         * not exist */
+        FULL,
+        WORDS, /* index of the stored words */
+        PARTS, /* parts into which the block's tile of keys is cut. 0: the block has no work */
+        PART,  /* this block's part */
+        LAST   /* 1: this part has stored its sums after all other parts */
     };
     smem_addr at_s;
     __device__ __forceinline__ int operator[](Field f) const {
@@ -103,7 +114,8 @@ struct BwdPlace {
     __device__ __forceinline__ void set(Field f, int x) const { st_shared_32(at_s + 4 * f, x); }
 };
 
-/* Goes to the next step. All lanes of a warp. */
+/* Moves the position to the next step. All lanes of a warp take part. Without a mask a step takes
+ * the next tile of rows of a head, or the first tile of the next head. */
 template <class Tile>
 __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWork &w,
                                           const BwdPlace &at) {
@@ -125,7 +137,8 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
     int head = at[BwdPlace::HEAD], left = at[BwdPlace::LEFT], index = at[BwdPlace::INDEX],
         kept = at[BwdPlace::KEPT];
     __syncwarp();                                      /* all lanes have read */
-    if (i0 % GK_MASK_TILE == 0 || i0 >= w.seq.seq_q) { /* the next block */
+    /* the step begins the next block of the list */
+    if (i0 % GK_MASK_TILE == 0 || i0 >= w.seq.seq_q) {
         while (left == 0) {
             ++head;
             index = kept = 0;
@@ -150,7 +163,8 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
     __syncwarp();
 }
 
-/* Counts the entries before the block's first one whose words are stored. All lanes of a warp. */
+/* Counts the entries before INDEX, the first entry of this block's part, whose words are stored.
+ * All lanes of a warp take part. */
 __device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdWork &w,
                                             const BwdPlace &at) {
     int kept = 0;
@@ -162,7 +176,7 @@ __device__ __forceinline__ int words_before(const BwdMaskedParams &x, const BwdW
     return __reduce_add_sync(0xffffffffu, kept);
 }
 
-/* Finds where a part begins in the lists of the group's heads, and how many steps it has. */
+/* Sets the position to the beginning of a part, and w.tiles to the number of its steps. */
 template <class Tile>
 __device__ __forceinline__ void place_part(BwdWork &w, const BwdMaskedParams &x, const BwdPlace &at,
                                            int tile, int part, int parts) {
@@ -182,8 +196,8 @@ __device__ __forceinline__ void place_part(BwdWork &w, const BwdMaskedParams &x,
     w.tiles = steps;
 }
 
-/* Finds the keys of a keys task, its part of them and its steps. w.task, w.rank and the unit's
- * heads are known. w.tile_lo becomes the length of the first head's list. One thread. */
+/* Finds the keys of a keys task, its part of them and its steps. The caller has set w.task, w.rank
+ * and the heads of the unit. Sets w.tile_lo to the length of the first head's list. One thread. */
 template <class Tile>
 __device__ __forceinline__ void place_keys(BwdWork &w, const BwdMaskedParams &x, smem_addr smem_s) {
     const Bwd &g = x.g;
@@ -193,7 +207,7 @@ __device__ __forceinline__ void place_keys(BwdWork &w, const BwdMaskedParams &x,
     const int4 longest = __ldg(tiles + rank);
     int parts = 1;
     if (rank < x.split.tiles) {
-        const bool any = x.split.tiles < (int)x.at.tiles_k; /* a tile that is not cut */
+        const bool any = x.split.tiles < (int)x.at.tiles_k; /* some tile is not cut */
         parts = x.split.parts(longest.x * g.p.group,
                               any ? __ldg(tiles + x.split.tiles).x * g.p.group : 0);
     }
@@ -237,7 +251,7 @@ template <class T, class Panels> __device__ __forceinline__ void clear_wild(smem
     }
 }
 
-/* Makes lse of the rows NaN whose delta is NaN, so that their weights are, too. One warp. */
+/* If delta of a row is NaN, sets its lse to NaN, too, so that its weights become NaN. One warp. */
 template <class Tile> __device__ __forceinline__ void carry_nan(smem_addr stats_s) {
 #pragma unroll 1
     for (int r = laneid(); r < Tile::BQ; r += 32) {
@@ -247,13 +261,13 @@ template <class Tile> __device__ __forceinline__ void carry_nan(smem_addr stats_
 }
 
 /* ---- 3. parts -------------------------------------------------------------------------------- */
-/* True if the block's part of a tile of keys does not exist. */
+/* True if the block has no work: its tile of keys is cut into too few parts. */
 template <class Tile> __device__ __forceinline__ bool without_keys(smem_addr smem_s) {
     const BwdPlace at = {smem_s + BwdSmem<Tile>::PLACE};
     return at[BwdPlace::PARTS] == 0;
 }
 
-/* The sums of a part, 16 bytes of each consumer thread at a time. */
+/* Store and add the sums of a part. Each consumer thread moves 16 bytes at a time. */
 template <int M> __device__ __forceinline__ void store_sums(float *to, const float (&d)[M]) {
 #pragma unroll
     for (int i = 0; i < M; i += 4)
@@ -271,9 +285,10 @@ template <int M> __device__ __forceinline__ void add_sums(float (&d)[M], const f
     }
 }
 
-/* If the tile is cut: stores this part's sums, and in the part that stores last they become the
- * sums of all parts, in the order of the parts. Returns false in the other parts. each(take) calls
- * take(d, place) for each array of sums of a thread. Both consumer warpgroups. */
+/* If the tile is not cut, returns true. Otherwise stores this part's sums. In the part that stores
+ * last, the sums become those of all parts, added in the order of the parts, and the result is
+ * true. In the other parts it is false. each(take) calls take(d, place) for each array of sums of a
+ * thread. Both consumer warpgroups call this. */
 template <class Tile, class Each>
 __device__ __forceinline__ bool join_parts(const BwdMaskedParams &x, const BwdWork &w,
                                            smem_addr smem_s, const Each &each) {
@@ -309,8 +324,8 @@ inline bool bias_fits(const gk_flash_attn_bwd_args *a, const gk_tensor &t, bool 
            t.shape[3] > 1 && t.stride[3] == 1 && tensor_map_fits(attn_shape(t));
 }
 
-/* A bias [.., Sq, Sk] that TMA loads, and its gradient, which TMA stores. bwd_bias.cuh has the same
- * functions for other biases. */
+/* A bias [.., Sq, Sk] that TMA loads, and its gradient, which TMA stores. BwdBiasByLoads of
+ * bwd_bias.cuh has the same functions for the wide kernels. */
 template <class Tile> struct BwdBiasByTma {
     static constexpr bool BIAS = ScoresOf<Tile>::BIAS;
 
@@ -320,9 +335,9 @@ template <class Tile> struct BwdBiasByTma {
         if (BIAS && !bias_fits(a, *scores->bias, true)) return false;
         return !gk_dbias_of(a) || bias_fits(a, *gk_dbias_of(a), false);
     }
-    /* Bytes at the end of the workspace. */
+    /* Bytes that the gradient of the bias needs at the end of the workspace. */
     static size_t bytes(const gk_flash_attn_bwd_args *) { return 0; }
-    /* Fills in the parameters. sums: those bytes. */
+    /* Fills in the parameters. The last argument is the address of those bytes. */
     static gk_status prepare(const gk_context *, const gk_flash_attn_bwd_args *a,
                              BwdMaskedParams &x, void *) {
         typedef BwdSmem<Tile> S;
@@ -367,17 +382,20 @@ template <class Tile> BwdSplit split_of(const Bwd &g) {
                         Tile::PAIR ? BWD_SPLIT_TILES_OF_PAIRS : BWD_SPLIT_TILES);
 }
 
-/* The workspace is that of flash_attn_bwd_sm90a. The counters of the second launch follow its
- * counters, then the mark, then the counts of parts for both launches, then the sums of parts. The
- * sums are not larger than dq_sum, because only units of 4,000 rows and more are cut. */
+/* The workspace: first what flash_attn_bwd_sm90a has, up to its counters. Then come the counters
+ * of the second launch, the mark `spoilt`, the counts of stored parts of both launches, and the
+ * sums of parts. The sums take no more than dq_sum, because only units of at least 4,000 rows
+ * are cut. */
 struct MaskedSpace {
-    size_t counters, stored; /* bytes of each launch */
-    size_t sums_at, bytes;   /* from the first counter; bytes of all */
+    size_t counters, stored; /* bytes for one launch */
+    /* offset from the first counter; bytes from the first counter to the end */
+    size_t sums_at, bytes;
 
     template <class Tile> static MaskedSpace of(const BwdGrid &grid, const Bwd &g) {
         const BwdSplit split = split_of<Tile>(g);
         const size_t tiles = (size_t)grid.units * (size_t)split.tiles * BwdSmem<Tile>::BLOCKS;
-        const size_t cut = split.most > 1 ? tiles : 0; /* each block's keys of a tile alone */
+        /* tiles that are cut, counted once for each block of a pair */
+        const size_t cut = split.most > 1 ? tiles : 0;
         MaskedSpace s;
         s.counters = counters_bytes<Tile>(grid, g, false);
         s.stored = cut * sizeof(unsigned);
@@ -395,7 +413,7 @@ bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (!serves_masked<Tile, Bias>(a) || !plan<Tile>(row, ctx, args, to)) return false;
     const Bwd &g = gk_own<Bwd>(to);
     BwdGrid grid = grid_of<Tile>(ctx, a, g);
-    if (grid.rows == 0) return false; /* no keys or no rows */
+    if (grid.rows == 0) return false; /* the call has no keys or no rows */
     const MaskedSpace space = MaskedSpace::of<Tile>(grid, g);
     to->workspace_bytes += space.bytes - space.counters;
     if (Bias::bytes(a) > 0)
@@ -429,7 +447,7 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *pla
             status = Bias::prepare(ctx, a, x,
                                    (char *)workspace + plan->workspace_bytes - Bias::bytes(a));
         const gk_tensor *dbias = x.with_dbias ? gk_dbias_of(a) : NULL;
-        /* of the blocks that no step visits */
+        /* Blocks of pairs that no step visits must have the gradient 0. */
         const gk_attn_rules &r = a->fwd.rules;
         const bool partly =
             ScoresOf<Tile>::MASK || r.is_causal || r.window_left >= 0 || r.window_right >= 0;

@@ -9,8 +9,8 @@
 #include "bwd.cuh"
 #include "../tiles.h"
 
-/* Copies rows [first, end) of a tile whose row 0 is at src_g. The other rows become zeros and
- * are not read. */
+/* Copies rows [first, end) of a tile whose row 0 is at src_g. Sets the other rows to zero without
+ * reading them. */
 template <class Tile, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *src_g, int64_t row_stride,
                                           int first, int end, int columns) {
@@ -64,7 +64,7 @@ template <> __device__ __forceinline__ uint32_t finite2<__half>(uint32_t x) {
 }
 
 /* c [16 * M][8 * N] += a [16 * M][16] B, where B is 16 rows and 8 * N columns of a tile. FINITE: B
- * may hold NaN or inf where a mask makes a 0; they are replaced by finite numbers. */
+ * may hold NaN or inf that belong to an element 0 of A. They are replaced by finite numbers. */
 template <class TileB, class T, bool FINITE = false, int M, int N>
 __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t (&a)[M][4],
                                             smem_addr b_base) {

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_order.cuh: scheduling of the Hopper backward: which task each block of the grid has, in
- * which order a block takes its steps, and the shared-memory coordinates of dS, P and dQ.
- * Everything here is a plain function that tests/csrc/check_attn_sm90a.cpp also runs on the CPU.
+/* bwd_order.cuh: the schedule of the Hopper backward. It says which task each block of the grid
+ * has, in which order a block takes its steps, and where dS, P and dQ lie in shared memory and in
+ * dq_sum.
+ *
+ * Everything here is a plain function, which tests/csrc/check_attn_sm90a.cpp also runs on the CPU.
  * A thread index counts over both consumer warpgroups. */
 #ifndef GPUKERN_CUDA_BWD_ORDER_CUH
 #define GPUKERN_CUDA_BWD_ORDER_CUH
@@ -10,9 +12,9 @@
 #include "../../tile/divisor.h"
 
 /* ---- the order of a grid's blocks ------------------------------------------------------------ */
-/* The kinds of task. A work unit is one kv head of one batch entry, with the query heads of its
- * group. BWD_ROWS: lse, delta and zeros of dQ for some tiles of rows. BWD_KEYS: the products of
- * one tile of keys. BWD_ROUND: scales and rounds dQ of some tiles. */
+/* The kinds of task. A work unit is one kv head of one batch entry, with all query heads of its
+ * group. BWD_ROWS: lse, delta and zeros of dQ, for some tiles of rows. BWD_KEYS: the products of
+ * one tile of keys. BWD_ROUND: scales and rounds dQ of some tiles of rows. */
 enum BwdKind : unsigned char {
     BWD_ROWS,
     BWD_KEYS,
@@ -44,8 +46,8 @@ struct BwdTask {
 struct BwdGrid {
     static constexpr int PARTS = 4;
     int units, keys, rows, together, lead, lag;
-    /* set by prepare(): */
-    int last; /* sets from `last` on have no rows tasks among their keys */
+    /* prepare() sets the members below. */
+    int last; /* the first set that has no rows tasks among its keys tasks */
     Divisor by_together;
     /* by the number of a set's tasks: rows, keys, keys + rows, keys + rows + rounding */
     Divisor by_rows, by_keys, by_keys_rows, by_all;
@@ -69,6 +71,8 @@ struct BwdGrid {
         const uint64_t whole = (uint64_t)x * (uint32_t)n;
         return (int)(whole < (uint64_t)1 << 31 ? by.into((uint32_t)whole) : whole / by.by);
     }
+    /* Task x of one kind in a set. Consecutive x go through the units of the set, then to the next
+     * index. */
     GK_HD BwdTask of_set(BwdKind kind, int set, int x) const {
         const int index = (int)by_together.into((uint32_t)x);
         return {kind, 0, 1, set * together + x - index * together, index};
@@ -81,12 +85,14 @@ struct BwdGrid {
         t.parts = PARTS;
         return t;
     }
+    /* The task of cluster x. A set's keys tasks may have rows tasks, rounding tasks or both among
+     * them. */
     GK_HD BwdTask task(int x) const {
         const int k = keys * together, r = rows * together;
         if (x < lead * r * PARTS) return of_part(BWD_ROWS, 0, x);
         x -= lead * r * PARTS;
-        /* few: some sets have neither rows nor rounding among their keys; otherwise some sets
-         * have both */
+        /* Sets before a and sets from b on have either rows or rounding tasks among their keys
+         * tasks. Sets from a to b - 1 have neither if `few` is true, otherwise both. */
         const bool few = last < lag;
         const int a = few ? last : lag, b = few ? lag : last, middle = few ? k : k + 2 * r;
         int set = 0;
@@ -117,8 +123,8 @@ struct BwdGrid {
 
 /* ---- the order of a block's steps ------------------------------------------------------------ */
 
-/* The steps of a keys task: for each head of the group, tiles [lo, lo + tiles), beginning at lo
- * + start and wrapping around. */
+/* The steps of a keys task. For each head of the group it takes tiles [lo, lo + tiles), beginning
+ * at lo + start and wrapping around. */
 struct BwdStep {
     int head, tile;
 
@@ -128,13 +134,14 @@ struct BwdStep {
     }
 };
 
-/* The steps of an ordered keys task: for each tile, every head of the group. Blocks add to a tile
- * of dQ one after the other, in the order in which the blocks start.
+/* The steps of an ordered keys task. For each tile of rows it takes every head of the group. Blocks
+ * add to a tile of dQ one after the other, in the order in which the blocks start.
  *
- * up, for large grids with a bound on the right: the last keys start first, and each block begins
- * at the first tile that sees its keys. No other block has added there yet, and the previous block
- * stays one step ahead from then on. Otherwise the first keys start first, each at the last tile.
- * In both cases a block seldom waits for the one before. */
+ * up is true for large grids with causal or a right window. The blocks of the last keys start
+ * first, and each block begins at the first tile whose rows see its keys. No other block has added
+ * there yet, and from then on the previous block stays one step ahead. If up is false, the blocks
+ * of the first keys start first, and each begins at the last tile. In both cases a block seldom
+ * waits for the previous one. */
 struct BwdOrderedStep {
     int head, tile;
 
@@ -161,23 +168,23 @@ constexpr GK_HD coord ds_place(int thread, int n) {
     return {8 * n + (lane >> 4) * 8 + (lane & 7), (thread >> 5) * 16 + (lane >> 3 & 1) * 8};
 }
 
-/* The same for the wide kernel, which stores dS^T [64 keys][rows] untransposed. Only warpgroup 1
- * does so. */
+/* The same for the wide kernel (bwd_wide.cuh), which stores dS^T [64 keys][rows] without a
+ * transpose. Only warpgroup 1 calls it. */
 constexpr GK_HD coord scores_place(int thread, int n) {
     const int lane = thread & 31;
     return {(thread >> 5 & 3) * 16 + (lane & 15), 8 * n + (lane >> 4) * 8};
 }
 
-/* Row and column of dQ for a lane of the last pass, which stores pairs of eight rows transposed.
- * A block of dq_sum is dQ^T [16 of d][n rows] of one warp. by_d: a block has all rows of the
- * tile; otherwise blocks 4 to 7 have the second half of the rows. */
+/* The row and column of dQ that a lane of a rounding task passes to stmatrix, which transposes
+ * pairs of eight rows. A block of dq_sum is dQ^T [16 of d][n rows] of one warp. by_d: a block has
+ * all rows of the tile; otherwise blocks 4 to 7 have the second half of the rows. */
 constexpr GK_HD coord dq_place(int lane, int block, int pair, int rows, bool by_d) {
     return {(by_d ? 0 : (block >> 2) * rows) + 16 * pair + (lane >> 4) * 8 + (lane & 7),
             16 * (by_d ? block : block & 3) + (lane >> 3 & 1) * 8};
 }
 
-/* Row and column of the first of a lane's four sums in eight rows of a block. x and y are two
- * consecutive rows; z and w are those rows in the column 8 further. */
+/* Row and column of the first of the four sums (x, y, z, w) that a lane has of eight rows of a
+ * block. x and y are consecutive rows. z and w are the same rows, 8 columns further. */
 constexpr GK_HD coord dq_sum_place(int lane, int block, int eight, int rows, bool by_d) {
     return {(by_d ? 0 : (block >> 2) * rows) + 8 * eight + (lane & 3) * 2,
             16 * (by_d ? block : block & 3) + (lane >> 2)};

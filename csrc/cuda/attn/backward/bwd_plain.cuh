@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_plain.cuh: the gradients of attention for every dtype, alignment and modifier. The kernels of
- * flash_attn_bwd_plain and flash_attn_bwd_partial_plain (Dao 2023, arXiv:2307.08691, Algorithm 2,
- * run twice: by rows for dq, by keys for dk and dv). The equations are in bwd.cuh.
+/* bwd_plain.cuh: the gradients of attention for every dtype, alignment and modifier. It has the
+ * kernels of flash_attn_bwd_plain and flash_attn_bwd_partial_plain (Dao 2023, arXiv:2307.08691,
+ * Algorithm 2, run twice: by rows for dq, by keys for dk and dv). The equations are in bwd.cuh.
  *
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with any leading
  * strides, and the stats of the pre-pass. Writes dq, dk, dv. Sums are float, or double for float64.
@@ -9,14 +9,16 @@
  * With a mask or biases (../scores.cuh) it also computes the gradients of the biases, with one
  * thread for each element.
  *
- * Work split: a warp for each row or key and head. While scores are computed, a lane holds one of
- * 32 keys (or rows); while they are added up, it holds columns. The order of sums is fixed, so
- * results are deterministic; there are no atomics. Shared memory: each warp's own row of both
- * operands, Pair<W, DIM>. Loads go through L1 without a pipeline.
+ * Work split: dq has a warp for each row of each query head, dk and dv a warp for each key of each
+ * kv head. While scores are computed, a lane has one of 32 keys (or rows). While they are added up,
+ * a lane has columns 32 apart. The order of sums is fixed, so results are deterministic; there are
+ * no atomics. Shared memory has each warp's own row of both operands, Pair<W, DIM>. Loads go
+ * through L1 without a pipeline.
  *
- * These kernels are not tuned for speed. Other kernels take 16-bit and float32 calls with aligned
- * rows. Served here only: float32 with dropout, a mask or biases; deterministic calls with a mask
- * or biases; and with a head_dim above 256, all that flash_attn_bwd_gemms refuses. */
+ * These kernels refuse nothing and are not tuned for speed. Other kernels take most 16-bit and
+ * float32 calls with aligned rows. These calls run here only: float32 with dropout, a mask or
+ * biases; deterministic with a mask or biases; and with a head_dim above 256 whatever
+ * flash_attn_bwd_gemms refuses. */
 #ifndef GPUKERN_CUDA_BWD_PLAIN_CUH
 #define GPUKERN_CUDA_BWD_PLAIN_CUH
 
@@ -29,8 +31,8 @@
 
 namespace {
 
-/* NARROW, WIDE: the largest head_dims of the two instances of each kernel. checks.c lets no larger
- * one through. */
+/* NARROW, WIDE: the largest head_dim of the two instances of each kernel. checks.c refuses a larger
+ * one. */
 constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, NARROW = 256, WIDE = GK_CACHE_HEAD_DIM;
 
 struct BwdPlain : Dropping<Bwd> {
@@ -69,8 +71,9 @@ __device__ __forceinline__ void store_row(T *to_g, const W (&sum)[PER_LANE], W f
         if (lane + c * 32 < n) to_g[lane + c * 32] = from_acc<T>(sum[c] * factor);
 }
 
-/* Finds the sequence and the index in it of row or key `unit`, counted over the whole tensor.
- * Returns false if it belongs to no sequence. */
+/* Finds the sequence of row or key number `unit`, counted over the whole tensor, and its index in
+ * that sequence. In packed calls it gives only the sequence. Returns false if the token belongs to
+ * no sequence. */
 __device__ __forceinline__ bool place_of(const Bwd &g, const int32_t *cu, int64_t step, int seq,
                                          int64_t unit, int *b, int *i) {
     if (!cu) {
@@ -82,8 +85,8 @@ __device__ __forceinline__ bool place_of(const Bwd &g, const int32_t *cu, int64_
     return *b >= 0;
 }
 
-/* Calls take(head, b, i, sequence) for this warp's row or key i. A token of no sequence has
- * none; the pre-pass has cleared its gradients. */
+/* Calls take(head, b, i, sequence) for this warp's row or key i. If its token belongs to no
+ * sequence, there is no call, and the pre-pass has cleared the token's gradients. */
 template <bool QUERIES, class Take>
 __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     const Problem &p = g.p;
@@ -103,9 +106,9 @@ __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     take(head, b, i, s);
 }
 
-/* The gradient of a visible pair's score, taken after the softcap, where the biases are added.
- * bias: their sum. derivative: of the softcap; times it, the result is the gradient of the raw
- * score. */
+/* The gradient of a visible pair's score after the softcap, which is where the biases are added.
+ * bias: the sum of the pair's biases. derivative: that of the softcap. The result times the
+ * derivative is the gradient of scale q k. */
 template <class W>
 __device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk, W dp, W lse,
                                              W delta, int i, int j, W *weight, W *derivative) {
@@ -114,7 +117,7 @@ __device__ __forceinline__ W biased_gradient(const WideScore<W> &x, W bias, W qk
 }
 
 /* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
-/* DIM: the largest head_dim. SCORES: the call has a mask or biases. These calls have an instance of
+/* DIM: the largest head_dim. SCORES: the call has a mask or biases. Such calls have an instance of
  * their own, so that other calls do not pay for the tests. */
 template <class T, class Grad, int DIM, bool SCORES>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
@@ -149,7 +152,8 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32, SCORES ? 1 : 0)
                 unsigned keys = ~0u;
                 W bias = 0;
                 if constexpr (SCORES) {
-                    /* computed again for every step; across the loop, float64 would spill */
+                    /* Computed again in every step: as loop variables, these values make float64
+                     * spill. */
                     uint32_t head_now = (uint32_t)head;
                     opaque(head_now);
                     const HeadScores<W> scores = head_scores<W>(g.scores, b, (int)head_now);
@@ -243,7 +247,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                     for (int c = 0; c < n; ++c) {
                         const W ds_c = __shfl_sync(0xffffffffu, ds, c),
                                 weight_c = __shfl_sync(0xffffffffu, weight, c);
-                        /* a row without keys may hold anything */
+                        /* a row that sees no key may hold anything, including NaN */
                         if (!(rows_that_count >> c & 1)) continue;
                         add_scaled(sum_k, ds_c, q + (i0 + c) * p.q.row, p.head_dim, lane);
                         add_scaled(sum_v, weight_c, grad_out + (i0 + c) * g.grad_out.row,
@@ -260,8 +264,8 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
 }
 
 /* ---- 3. gradients of biases ------------------------------------------------------------------ */
-/* One thread for each element of the gradient. It computes all pairs that the element is added to
- * again, and sums their gradients in double. */
+/* One thread computes each element of the gradient. It recomputes all pairs to which the element is
+ * added, and sums their gradients in double. The kernels differ in the loop over these pairs. */
 constexpr int BIAS_THREADS = 128;
 
 template <class T, class W> __device__ __forceinline__ W dot_rows(const T *a, const T *b, int n) {
@@ -310,8 +314,9 @@ template <class T>
 __global__ void __launch_bounds__(BIAS_THREADS, 4)
     bwd_plain_dbias_kernel(const __grid_constant__ BwdPlain g) {
     typedef typename element<T>::acc W;
-    /* A block's number counts sequences, heads, rows and blocks of columns of the bias's own
-     * shape, which may broadcast. (Dimensions y and z of a grid end at 65,535.) */
+    /* The block's index encodes batch entry, head, row and block of columns of the gradient, which
+     * has the bias's own shape and may broadcast. One dimension holds all, because y and z of a
+     * grid end at 65,535. */
     const int *shape = g.bias_shape;
     const unsigned column_blocks = (shape[3] + BIAS_THREADS - 1) / BIAS_THREADS;
     const unsigned row = blockIdx.x / column_blocks, head_row = row / shape[2];
@@ -320,7 +325,8 @@ __global__ void __launch_bounds__(BIAS_THREADS, 4)
     const int place[4] = {(int)(head_row / shape[1]), (int)(head_row % shape[1]),
                           (int)(row % shape[2]), col};
     const int all[4] = {g.p.batch, g.p.heads_q, g.p.seq_q, g.p.seq_k};
-    int from[4], end[4]; /* range of the pairs that have this element as their bias */
+    /* the pairs to which this element is added, as a range in each dimension */
+    int from[4], end[4];
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
         from[d] = shape[d] == 1 ? 0 : place[d];
@@ -436,7 +442,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         else
             both(has_scores, Bool<false>());
     };
-    /* Float32 gradients of 16-bit operands are requested for parts of a longer sequence only. Such
+    /* Float32 gradients of 16-bit operands are requested only for parts of a longer sequence. Those
      * calls have neither masks nor biases. */
     constexpr bool MAY = sizeof(T) == sizeof(Grad);
     if (MAY && scores)

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_producer.cuh: the producer warpgroup of the Hopper backward, and what a block keeps in
- * shared memory. It finds the block's task and the rows that see its keys, and loads K, V, Q and
- * dO by TMA. It also sends dS to the other block of a pair (send_ds) and keeps the order of
- * additions (keep_order). */
+/* bwd_producer.cuh: the producer warpgroup of the Hopper backward, and the layout of a block's
+ * shared memory (BwdSmem). The kernel is in bwd_consumer.cuh.
+ *
+ * place_block finds the block's task and the rows that see its keys. One warp (load_tiles) loads K,
+ * V, Q and dO by TMA. Another warp (send_ds) sends dS to the other block of a pair. In ordered
+ * kernels one thread (keep_order) makes the blocks add to dQ in a fixed order. */
 #ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH
 #define GPUKERN_CUDA_BWD_PRODUCER_CUH
 
@@ -27,10 +29,10 @@ enum {
     BAR_P = 2,       /* warpgroup 0 has stored P */
     BAR_DS = 3,      /* warpgroup 1 has stored dS; warpgroup 0 waits */
     BAR_OWN_DS = 4,  /* the same, warpgroup 1 waits */
-    BAR_SENT_DS = 5, /* and 6, alternating by step; send_ds waits */
+    BAR_SENT_DS = 5, /* and 6, alternating by step: dS may be sent; send_ds waits */
     /* every kernel */
-    BAR_ADDED = 7 /* both warpgroups have made their last additions; the warp that tells other
-                     blocks waits */
+    /* both warpgroups have made their last additions; warp 11 waits and signals other blocks */
+    BAR_ADDED = 7
 };
 
 /* ---- 1. parameters and shared memory --------------------------------------------------------- */
@@ -38,40 +40,45 @@ struct BwdHopperParams {
     CUtensorMap q, k, v, grad_out; /* boxes of 64 columns and BQ, BKV, BKV, BQ rows */
     Bwd g;
     BwdGrid grid;
-    /* for each unit, the number of finished rows and keys tasks */
+    /* for each work unit, the number of finished rows tasks and of finished keys tasks */
     unsigned *rows_done, *keys_done;
-    /* Ordered kernels only: how many blocks have added to each tile of dq_sum, or for a pair to
-     * each half of its columns. */
+    /* Ordered kernels only: how many blocks have added to each tile of dq_sum. In pairs there is
+     * one count for each half of the columns. */
     unsigned *turns;
     bool up;                   /* direction, see BwdOrderedStep */
     Divisor by_heads, by_keys; /* kv heads of a batch entry; keys tasks of a unit */
     unsigned *spoilt;          /* masked kernel only: set to 1 if a gradient is not finite */
 };
 
-/* A block's task. A keys task has the keys [j0, j0 + BKV) of one kv head. For every query head
- * of the group it has the tiles of rows that see some of these keys; in a pair, some keys of
- * either block. Rows and keys count from the sequence's first. */
+/* A block's task. A keys task has the keys [j0, j0 + BKV) of one kv head. For every query head of
+ * the group it takes the tiles of rows that see at least one of these keys. Both blocks of a pair
+ * take the tiles whose rows see a key of either block. Rows and keys count from the first of their
+ * sequence. */
 struct BwdWork {
     BwdTask task;
     Sequence seq;
     int b, kv_head, j0;
     int first_head;     /* first query head of the group */
     int tile_lo, tiles; /* tiles of rows; 0: no row sees these keys */
-    int start;          /* offset of the first tile in the loop, which wraps around to tile_lo */
+    int start;          /* the loop begins at tile_lo + start and wraps around to tile_lo */
     int row_tile;       /* the sequence's first tile in the workspace */
     Interval keys;      /* keys that some row sees; other keys may hold anything */
     Interval rows;      /* rows that see some key; other rows may hold anything */
     Interval full;      /* tiles in which every row sees every key of the block */
-    /* index in the pair: block 0 has the first keys and adds the first half of dQ's columns */
+    /* The block's index in its pair. Block 0 has the first keys and adds the first half of the
+     * columns of dQ. */
     int rank;
 };
 
 /* The description of a step, written by the producer for the consumers. */
 struct BwdTileOf {
     int tile;    /* index in the workspace, over all heads */
-    int edge;    /* 1: the tile needs a mask; masked kernel: 2 plus the words' first bit */
+    /* not 0: some pairs may be hidden. Masked kernel for head_dim up to 128: 2 plus the words'
+     * first bit */
+    int edge;
     int i0;      /* the tile's first row */
-    float slope; /* ALiBi slope, 0 = none; masked kernel: the bits of the query head's number */
+    /* ALiBi slope, 0 = none. Masked kernels store the query head's number in these bits */
+    float slope;
 };
 
 /* True if two warps of the producer also read dS of every step, to sum the gradient of a bias. */
@@ -104,8 +111,8 @@ template <class Tile> struct BwdSmem {
                          STATS_AT = BIAS_AT + (ScoresOf<Tile>::BIAS && !Tile::PAIR
                                                    ? Tile::STAGES * Scores::bytes
                                                    : 0);
-    /* masked kernel: a block's words for each stage. Of a pair, warpgroup 0 reads them from
-     * global memory. */
+    /* Masked kernel: the words of a mask's block, for each stage. Pairs have no room for them, and
+     * warpgroup 0 reads them from global memory. */
     static constexpr int WORDS_BYTES = GK_MASK_BLOCK_INTS * 4,
                          WORDS_AT = STATS_AT + Tile::STAGES * STATS;
     /* RING: Q, stats and, without pairs, dO. O_RING: dO of pairs. PEER_FULL: two alternating
@@ -117,7 +124,8 @@ template <class Tile> struct BwdSmem {
     static constexpr int KV_FULL = PEER_FULL + 16, RAW = KV_FULL + 8, TURN = RAW + 8,
                          ADDED = TURN + 8;
     static constexpr int TILES = ADDED + 8, WORK = TILES + Tile::STAGES * (int)sizeof(BwdTileOf);
-    /* masked kernel: the producer's place in the lists, and the block's part of a tile */
+    /* masked kernels: BwdPlace, the producer's position in the mask's lists and the block's part of
+     * a tile */
     static constexpr int PLACE = WORK + (int)sizeof(BwdWork);
     /* the first row and the head of a step, for the warps that sum the gradient of a bias */
     static constexpr int COLLECT = PLACE + (bwd_masked<Tile> ? 48 : 0);
@@ -129,14 +137,14 @@ template <class Tile> struct BwdSmem {
     static_assert(STATS % 16 == 0, "stats are copied in units of 16 bytes");
 };
 
-/* The steps of a keys task. In the masked kernel BwdWork::tiles counts those of all heads. */
+/* The number of steps of a keys task. In masked kernels BwdWork::tiles already counts all heads. */
 template <class Tile> __device__ __forceinline__ int steps_of(const Bwd &g, const BwdWork &w) {
     return bwd_masked<Tile> ? w.tiles : w.tiles * g.p.group;
 }
 
 /* ---- 2. which rows --------------------------------------------------------------------------- */
-/* Fills in the block's task. Blocks of one head are neighbours, because they read the same rows.
- * Under a causal mask the first keys come first, because most rows see them. */
+/* Fills in the block's task. Consecutive blocks belong to one head, because they read the same
+ * rows. Under a causal mask the first keys come first, because most rows see them. */
 template <class Tile>
 __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x) {
     constexpr int BQ = Tile::BQ, BKV = Tile::BKV, BLOCKS = BwdSmem<Tile>::BLOCKS;
@@ -148,7 +156,7 @@ __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x
     w.first_head = w.kv_head * g.p.group;
     if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
     const int kv_tiles = x.grid.keys, tile_kv = x.up ? kv_tiles - 1 - w.task.index : w.task.index;
-    const int first = tile_kv * BLOCKS * BKV; /* first key of the pair */
+    const int first = tile_kv * BLOCKS * BKV; /* first key of the block or the pair */
     w.j0 = first + w.rank * BKV;
     w.seq = sequence_of(g.p, w.b);
     w.keys = seen_keys(w.seq);
@@ -163,7 +171,7 @@ __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x
     }
     w.tile_lo = see.lo / BQ;
     w.tiles = see.hi > see.lo ? (see.hi + BQ - 1) / BQ - w.tile_lo : 0;
-    /* so that blocks of a head add to different rows of dQ at a time */
+    /* Blocks of one head begin at different tiles, so that they add to different rows of dQ. */
     w.start = BwdGrid::share(x.by_keys, tile_kv, w.tiles);
 }
 
@@ -181,10 +189,12 @@ __device__ __forceinline__ void clear_outside(smem_addr tile_s, int first, int e
     }
 }
 
-/* One warp loads K and V once, in a pair also the part of the other block's K for which this
- * block computes dQ. Then it loads Q with its stats, and dO, tile after tile. In a pair dO has a
- * ring of its own. A tile with rows that must not be read arrives on the barrier RAW, is cleared
- * there, and is then marked full. */
+/* One warp loads K and V once. In a pair it also loads those columns of the other block's K for
+ * which this block computes dQ. Then it loads Q with its stats, and dO, tile after tile. In a pair
+ * dO has a ring of its own.
+ *
+ * If a tile has rows that must not be read, TMA arrives at the barrier RAW instead of the stage's.
+ * The warp then zeroes these rows and marks the stage full. */
 template <class Tile, bool ORDERED>
 __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWork &w,
                                            unsigned char *smem, smem_addr smem_s) {
@@ -192,7 +202,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
     const Bwd &g = x.g;
     const int b = g.p.cu_q ? 0 : w.b, steps = w.tiles * g.p.group;
     const smem_addr raw_s = smem_s + S::RAW, kv_s = smem_s + S::KV_FULL;
-    /* of a pair: the other block's first key, and the pair's first key */
+    /* in a pair: the first key of the other block, and the first key of the pair */
     const int peer_j0 = Tile::PAIR ? w.j0 + (w.rank == 0 ? Tile::BKV : -Tile::BKV) : w.j0,
               pair_j0 = min(w.j0, peer_j0);
     const bool kv_incomplete = w.keys.lo > pair_j0 || w.keys.hi < pair_j0 + S::BLOCKS * Tile::BKV;
@@ -242,12 +252,12 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
                 load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
             if (n == 0 && x.grid.rows > 0) { /* while the first Q and dO are in flight */
                 wait_count(x.rows_done + w.task.unit, x.grid.rows * S::BLOCKS * BwdGrid::PARTS);
-                /* TMA may read the stats after this, and consumers may add to the zeros once the
-                 * stage is full */
+                /* Orders the stats and zeros of the rows tasks before the bulk load of the stats
+                 * below and before the consumers' additions to dQ. */
                 fence_proxy_async_global();
             }
-            /* After the wait: a consumer that sees the stage full then also sees what was waited
-             * for. */
+            /* This arrival comes after wait_count: a consumer that sees the stage full then also
+             * sees the results of the rows tasks. */
             mbarrier_arrive_expect_tx(to_s,
                                       S::Q::bytes + (Tile::PAIR ? 0 : S::O::bytes) + S::STATS);
             bulk_load(smem_s + S::STATS_AT + stage * S::STATS,
@@ -288,13 +298,16 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
     }
 }
 
-/* One warp of a pair's block sends dS of a step to the other block, once warpgroup 1 has stored
- * it. There is no signal that dS has been read. Instead, a block stores dS of step n + 2 only
- * after it has received the other block's dS of step n + 1. The other block stored that after
- * both its warpgroups had finished step n. For the same reason two alternating named barriers
- * are enough. The warps that sum the gradient of a bias have read dS of step n by then, too: they
- * meet this warp at step n + 1, and without that the other block's dS does not count as received.
- */
+/* One warp of each block of a pair sends dS of a step to the other block, once warpgroup 1 has
+ * stored it.
+ *
+ * There is no signal that dS has been read. Instead, a block stores dS of step n + 2 only after it
+ * has received the other block's dS of step n + 1. The other block stored that after both of its
+ * warpgroups had finished step n. For the same reason two alternating named barriers are enough.
+ *
+ * The warps that sum the gradient of a bias have also read dS of step n by then. They arrive at
+ * this warp's named barrier of step n + 1. Only after that barrier does this warp let the mbarrier
+ * for the other block's dS of step n + 1 complete. */
 template <class Tile>
 __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork &w,
                                         smem_addr smem_s) {
@@ -307,7 +320,8 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
         if (laneid() == 0) {
             const int at = (n & 1) * S::Scores::bytes;
             const smem_addr full_s = smem_s + S::peer_full(n);
-            mbarrier_arrive_expect_tx(full_s, S::Scores::bytes); /* what the other block sends */
+            /* for what the other block sends */
+            mbarrier_arrive_expect_tx(full_s, S::Scores::bytes);
             bulk_copy_cluster(mapa(smem_s + S::PEER_DS_AT + at, peer), smem_s + S::DS_AT + at,
                               S::Scores::bytes, mapa(full_s, peer));
         }
@@ -315,25 +329,27 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
     }
 }
 
-/* One thread of an ordered kernel. It tells the consumers when this block may add to a step's
- * tile, and tells the next block when they have added. It waits only for blocks with lower
- * numbers. While the consumers add, it already polls the next tile's counter. It signals the
- * next step before it releases this one, because the release waits until the additions are done.
- * The consumers are at most one step ahead then. */
+/* One thread of an ordered kernel runs this. It signals the consumers when this block may add to
+ * the tile of a step, and signals the next block when they have added. It waits only for blocks
+ * with lower numbers.
+ *
+ * While the consumers add, it already polls the counter of the next tile. If that tile is ready, it
+ * signals the consumers before it releases the present tile, because the release waits until the
+ * additions are done. The consumers are then at most one step ahead. */
 template <class Tile>
 __device__ __forceinline__ void keep_order(const BwdHopperParams &x, const BwdWork &w,
                                            smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     const Bwd &g = x.g;
-    /* of a pair, whose blocks add to separate halves of the columns */
+    /* keys of a block, or of a pair, whose blocks add to different halves of the columns */
     constexpr int KEYS = S::BLOCKS * Tile::BKV;
     const int steps = w.tiles * g.p.group;
     if (steps == 0) return;
     BwdOrderedStep at = {w.first_head, w.tile_lo + (x.up ? 0 : w.tiles - 1)};
     unsigned *turn = NULL;
-    /* Sets `turn` to the counter of the current tile and returns how many blocks add to it
-     * before this one. The blocks whose keys the tile's rows see are neighbours; those on one
-     * side add first. */
+    /* Sets `turn` to the counter of the current tile and returns how many blocks add to this tile
+     * before this one. The blocks whose keys the tile's rows see are neighbours. Those on one side
+     * of this block add first. */
     const auto look = [&]() {
         const int i0 = at.tile * Tile::BQ, last_row = min(i0 + Tile::BQ, w.seq.seq_q) - 1,
                   own = w.j0 / KEYS;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80.cuh: the kernel of flash_attn_bwd_sm80, with DROP of flash_attn_bwd_drop_sm80, and with
- * SCORES of flash_attn_bwd_scores_sm80. It computes the gradients of attention in bfloat16 and
+/* bwd_sm80.cuh: the kernel of flash_attn_bwd_sm80, of flash_attn_bwd_drop_sm80 (DROP) and of
+ * flash_attn_bwd_scores_sm80 (SCORES). It computes the gradients of attention in bfloat16 and
  * float16 with mma.sync (Dao 2023, arXiv:2307.08691, Algorithm 2). The equations are in bwd.cuh.
  *
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with rows aligned to
@@ -8,8 +8,8 @@
  * (float32), which the post-pass scales, rounds and writes.
  *
  * Work split: a block owns BKV keys of one kv head. It loops over the rows that see them, BQ at a
- * time, for every query head of the group. dK and dV stay in registers. A step of the loop, with
- * keys as rows of all tiles:
+ * time, for every query head of the group. dK and dV stay in registers. A step of the loop
+ * computes, with keys as the rows of S^T, P^T, dP^T and dS^T:
  *
  *   S^T  = K Q^T            recomputed
  *   P^T  = 2^(S^T - lse)    lse is known, so no maximum and no sum is needed
@@ -19,19 +19,19 @@
  *   dK  += dS^T Q
  *   dQ  += dS K             to dq_sum by atomic adds in no fixed order
  *
- * P^T and dS^T in accumulators are already A operands of dV and dK. Only dQ sums over the keys of
- * all warps, so dS^T goes through shared memory for it. With large head_dims several warps share
- * the same keys (SHARERS of them). Each has a part of the rows in S and dP and a part of the
- * columns in dK and dV, so P^T goes through shared memory, too. A step of tile j:
+ * The accumulators of P^T and dS^T already have the layout of A operands of dV and dK. Only dQ sums
+ * over the keys of all warps, so dS^T goes through shared memory for it. With large head_dims,
+ * SHARERS warps have the same keys. Each of them has a part of the rows in S and dP and a part of
+ * the columns in dK and dV, so P^T goes through shared memory, too. The order of a step for tile j:
  *
  *  wait for Q_j dO_j | barrier | copy Q_j+1 dO_j+1 ..............................................
  *    1 sharer     | dQ_j-1 from dS_j-1 | S | dP, P | dV, dS | dK
  *    2 sharers    | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
  *    more         | S | dP, P | dS | barrier | dV | dK | dQ
  *
- * A hidden row or key may hold NaN. P and dS are 0 there, but 0 times NaN is NaN. So NaN and inf in
- * the elements of dO, Q and K are replaced by finite numbers before the products with P and dS, if
- * the call has a mask or biases (SCORES). A NaN of dO in a visible pair still reaches the
+ * A hidden row or key may hold NaN. P and dS are 0 there, but 0 times NaN is NaN. In calls with a
+ * mask or biases (SCORES), the kernel therefore replaces NaN and inf in dO, Q and K by finite
+ * numbers before the products with P and dS. A NaN of dO in a visible pair still reaches the
  * gradients, because it makes delta of its row NaN.
  *
  * In deterministic calls flash_attn_bwd_dq_sm80 computes dq and this kernel leaves it out (ADD
@@ -92,9 +92,9 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
 }
 
 /* ---- 2. the kernel --------------------------------------------------------------------------- */
-/* MODIFIED: softcap, ALiBi, or scales that are not positive. ADD false: another kernel computes dq.
- * DROP: dropout; requires MODIFIED. Grad: type of dK and dV, T or float. SCORES: a mask or biases;
- * requires MODIFIED. */
+/* MODIFIED: softcap, ALiBi, or a scale that is not positive. ADD: the kernel adds to dq_sum; if
+ * false, another kernel computes dq. DROP: dropout; requires MODIFIED. Grad: the type of dK and dV,
+ * T or float. SCORES: a mask or biases; requires MODIFIED. */
 template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T,
           bool SCORES = false>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     constexpr int BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8,
                   KEYS_W = X::M * 16;
     constexpr bool SHARED = X::SHARERS > 1;
-    /* two sharers have enough scores a warp to be worth one more barrier (2.6) */
+    /* a warp of two sharers has enough scores to be worth one more barrier (2.6) */
     constexpr bool PAIRS = X::SHARERS == 2;
     static_assert(Tile::stages == 2, "a step computes on one stage while the other fills");
     extern __shared__ __align__(128) unsigned char smem[];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     if constexpr (SCORES)
         more = more &&
                seen_step<Tile>(g, b, j0, tile_lo, tile_hi, (kv_head + 1) * p.group, &head, &tile);
-    int last_dq = -1; /* where the previous step's dQ belongs, in tiles of dq_sum */
+    int last_dq = -1; /* the tile of dq_sum of the previous step; -1 before the first step */
     const float scale_log2 = (float)p.rules.scale * LOG2_E;
 
     if (more) {
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 
 #pragma unroll 1
     while (more) {
-        /* 2.3 this step's tiles have arrived, the previous step's may be overwritten, its dS^T
-         * is complete */
+        /* 2.3 wait: this step's tiles have arrived, the previous step's may be overwritten, and its
+         * dS^T is complete; then copy the next step's tiles */
         cp_async_wait_group<0>();
         __syncthreads();
         const StepRange range = load_range(smem_s + S::range);
@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         if (!MODIFIED && (tile < full.lo || tile >= full.hi))
             mask_scores(sc, load_mask(smem_s + S::span, lane_key, tile * BQ + lane_row));
 
-        /* 2.5 dP^T = V dO^T, and between its products P^T = 2^(S^T - lse). MODIFIED: dS^T, too */
+        /* 2.5 dP^T = V dO^T, and between its products P^T = 2^(S^T - lse). MODIFIED: P^T and dS^T
+         * after them */
         if constexpr (MODIFIED)
             add_scores<X, T>(dp, k_base + (S::v - S::k), q_base + grad_out_s);
         else
@@ -239,7 +240,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
                 if constexpr (SCORES) {
                     uint4 stats = ld_shared_128(stats_s + n * 64);
-                    /* carries a NaN of dO into the weights by delta (see the head of this file) */
+                    /* carries a NaN of dO into the weights through delta (see the head of this
+                     * file) */
                     stats.x = __float_as_uint(
                         fmaf(__uint_as_float(stats.y), 0.f, __uint_as_float(stats.x)));
                     stats.z = __float_as_uint(
@@ -264,7 +266,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         const int lane_here = SHARED ? lane : laneid();
         const smem_addr q_trans_base =
             frag_b_trans_base<Queries>(smem_s + S::q, lane_here, 0, sharer * X::COLS_W / 8);
-        if constexpr (X::SHARERS == 1) { /* P^T and dS^T stay in registers; dQ is a step late */
+        /* P^T and dS^T stay in registers; dQ follows in the next step */
+        if constexpr (X::SHARERS == 1) {
 #pragma unroll
             for (int kk = 0; kk < NQ / 2; ++kk) {
                 uint32_t a[X::M][4];
@@ -286,7 +289,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         } else {
             const smem_addr p_base =
                 frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
-            if constexpr (PAIRS) { /* P^T is stored; dS^T between the products of dV */
+            /* P^T is in shared memory; dS^T is computed between the products of dV */
+            if constexpr (PAIRS) {
                 bar_sync(1 + warp_kv, X::SHARERS * 32); /* P^T of the pair is complete */
 #pragma unroll
                 for (int kk = 0; kk < BQ / 16; ++kk) {
@@ -300,16 +304,18 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                         store_scores<Scores, T>(ds_at, dp, n);
                     }
                 }
-                __syncthreads(); /* dS^T of the pair is complete; for dQ, that of all warps */
-            } else {             /* a warp has few scores: all stores in one place */
+                /* dS^T of all warps is complete; dK needs that of two warps, dQ all */
+                __syncthreads();
+            } else {             /* a warp has few scores, so all of them are stored at once */
 #pragma unroll
                 for (int n = 0; n < NQ; ++n) {
                     store_scores<Scores, T>(scores_base, sc, n);
                     if (!MODIFIED) score_gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
                     store_scores<Scores, T>(ds_at, dp, n);
                 }
-                __syncthreads(); /* P^T and dS^T of all sharers are complete; for dQ, those of all
-                                    warps */
+                /* P^T and dS^T of all warps are complete; dV and dK need those of the sharers, dQ
+                 * all */
+                __syncthreads();
 #pragma unroll
                 for (int kk = 0; kk < BQ / 16; ++kk) {
                     uint32_t a[X::M][4];

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80_bias.cuh: what bwd_sm80.cuh does in a call with a stored mask or biases
- * (../scores_mma.cuh). It skips steps whose block of the mask is empty, adds the biases to the
- * scores, and stores the gradients of the biases.
+/* bwd_sm80_bias.cuh: the part of bwd_sm80.cuh for calls with a stored mask or biases
+ * (../scores_mma.cuh), which flash_attn_bwd_scores_sm80 runs. It skips steps whose block of the
+ * mask is empty, adds the biases to the scores, and stores the gradients of the biases.
  *
- * The gradient of a bias is stored, or added up in float32 by atomic adds if the bias broadcasts.
- */
+ * If the bias broadcasts, its gradient is summed in float32 by atomic adds. Otherwise each element
+ * is stored once. */
 #ifndef GPUKERN_CUDA_BWD_SM80_BIAS_CUH
 #define GPUKERN_CUDA_BWD_SM80_BIAS_CUH
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool seen_step(const G &g, int b, int j0, int tile_lo
 /* ---- 3. the mask bits and the bias of a step ------------------------------------------------- */
 /* The mask bits and the bias of a lane's keys in one step. */
 template <int M> struct StepScores {
-    uint32_t bits[M][2]; /* bit 2 n + e: query mask.row + 8 n + e sees the key */
+    uint32_t bits[M][2]; /* bit 2 n + e is 1 if query mask.row + 8 n + e sees the key */
     float bias[M][2];    /* the key's bias, if it is the same for all queries; otherwise 0 */
     bool whole;          /* no pair of the step is hidden or changed by a bias or a modifier */
 };
@@ -97,7 +97,7 @@ __device__ __forceinline__ StepScores<M> step_scores(const G &g, int b, int head
     return y;
 }
 
-/* What a step holds of the mask and the biases; nothing without SCORES. */
+/* The mask bits and biases of a step; empty without SCORES. */
 template <int M, bool SCORES> struct StepOf {
     struct type {};
 };
@@ -106,9 +106,9 @@ template <int M> struct StepOf<M, true> {
 };
 
 /* ---- 4. P and dS, and the gradients of the biases -------------------------------------------- */
-/* Stores the gradients ds of the pairs into the gradient of the bias, or adds them, and adds them
- * to the gradient of the distance bias. i, j: query and key of ds[0][0]; the layout is that of
- * addends_of. Hidden pairs and rows past seq_q are left out. */
+/* Stores the gradients ds of the pairs into the gradient of the bias, or adds them if it
+ * broadcasts. Also adds them to the gradient of the distance bias. i, j: query and key of ds[0][0].
+ * The layout is that of addends_of. Hidden pairs and rows past seq_q are left out. */
 template <class T, int M, class G>
 __device__ __forceinline__ void store_bias_gradients(const G &g, const float (&ds)[M][4],
                                                      const bool (&visible)[M][4], int b, int head,
@@ -155,7 +155,8 @@ __device__ __forceinline__ void store_bias_gradients(const G &g, const float (&d
     }
 }
 
-/* modified_gradients for a call with a mask or biases, with the gradients of the biases. */
+/* Does the work of modified_gradients in a call with a mask or biases, and stores the gradients of
+ * the biases. */
 template <class T, bool DROP, int M, int N, class G>
 __device__ __forceinline__ void
 scored_gradients(const G &g, float (&s)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats,

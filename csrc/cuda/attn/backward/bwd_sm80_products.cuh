@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80_products.cuh: the products of a step of bwd_sm80.cuh. In all of them a warp has M x 16
- * rows of accumulators. */
+/* bwd_sm80_products.cuh: the products of a step of bwd_sm80.cuh. In all of them the accumulators of
+ * a warp have M x 16 rows. */
 #ifndef GPUKERN_CUDA_BWD_SM80_PRODUCTS_CUH
 #define GPUKERN_CUDA_BWD_SM80_PRODUCTS_CUH
 
@@ -32,7 +32,8 @@ __device__ __forceinline__ void add_dp(float (&dp)[M][N][4], smem_addr v_base,
 }
 
 /* ---- 2. dV, dK, dQ --------------------------------------------------------------------------- */
-/* The A operand of dV += P^T dO or dK += dS^T Q for 16 rows kk of a tile, from shared memory. */
+/* Loads the A operand of dV += P^T dO or dK += dS^T Q from shared memory, for the 16 rows of
+ * queries kk to kk + 15, which are the product's inner dimension. */
 template <class Scores, int M>
 __device__ __forceinline__ void load_scores(uint32_t (&a)[M][4], smem_addr a_base, int kk) {
 #pragma unroll
@@ -46,8 +47,8 @@ __device__ __forceinline__ void pack_scores(uint32_t (&a)[M][4], const float (&c
 #pragma unroll
     for (int m = 0; m < M; ++m) acc_to_a<T>(a[m], c[m][2 * kk], c[m][2 * kk + 1]);
 }
-/* Computes dQ [BQ][D] of a tile and adds it into dq_sum. The threads of a warp add to 128
- * contiguous bytes. */
+/* Computes dQ [BQ][D] of a tile and adds it to dq_sum by atomic adds. Each add of a warp goes to
+ * 128 contiguous bytes. */
 template <class Tile, class T, bool SCORES = false>
 __device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, smem_addr k_s,
                                        int warp, int lane) {

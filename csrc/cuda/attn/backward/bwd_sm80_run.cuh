@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80_run.cuh: the plan and launch of the kernels of bwd_sm80.cuh, and the kernel that
- * rounds dq. */
+/* bwd_sm80_run.cuh: the plan and launch of the kernels of bwd_sm80.cuh, and the kernel that scales
+ * and rounds dq after them. The sections continue the numbers of bwd_sm80.cuh. */
 #ifndef GPUKERN_CUDA_BWD_SM80_RUN_CUH
 #define GPUKERN_CUDA_BWD_SM80_RUN_CUH
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80_scores.cuh: from S and dP to P and dS in the accumulators of bwd_sm80.cuh. A lane holds
- * element [m][n][r] of S^T: key + 16 m + 8 (r / 2) of row + 8 n + r % 2. */
+/* bwd_sm80_scores.cuh: how bwd_sm80.cuh computes P and dS from S and dP, in the accumulators.
+ * Element [m][n][r] of a lane is key `key` + 16 m + 8 (r / 2) and row `row` + 8 n + r % 2. */
 #ifndef GPUKERN_CUDA_BWD_SM80_SCORES_CUH
 #define GPUKERN_CUDA_BWD_SM80_SCORES_CUH
 
@@ -84,8 +84,9 @@ __device__ __forceinline__ uint2 keep_eight(const Bwd &, smem_addr, int, int, co
     return make_uint2(0, 0);
 }
 
-/* P and dS with softcap, ALiBi and, with DROP, dropout, in place of S and dP. factor: 1 / (1 - p)
- * of dropout. With dropout, P keeps only what dV sees. */
+/* P and dS with softcap, ALiBi and, with DROP, dropout, in place of S and dP. factor: 1 / (1 -
+ * p). With dropout, P of a dropped pair becomes 0 after dS is computed, because only dV uses it
+ * then. */
 template <bool DROP, int M, int N>
 __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&dp)[M][N][4], int n,
                                                    uint4 stats, const Score &score, float distance0,
@@ -109,7 +110,7 @@ __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&
 }
 
 /* ---- 4. P^T or dS^T into shared memory ------------------------------------------------------- */
-/* Stores the n-th group of eight rows. lane_at: where the lane's first accumulator goes. */
+/* Stores the n-th group of eight rows. lane_at: the address of the lane's first accumulator. */
 template <class Scores, class T, int M, int N>
 __device__ __forceinline__ void store_scores(smem_addr lane_at, const float (&c)[M][N][4], int n) {
 #pragma unroll

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80_smem.cuh: the tiles of the kernel of bwd_sm80.cuh, how warps divide them, and the
- * block's shared memory: its layout, the values that the loop reads from it instead of holding
- * registers, and the copies into it. */
+/* bwd_sm80_smem.cuh: the tiles of the kernel of bwd_sm80.cuh, how its warps divide them, and the
+ * block's shared memory: the layout, the copies into it, and the values that the loop reads from it
+ * because registers are few. */
 #ifndef GPUKERN_CUDA_BWD_SM80_SMEM_CUH
 #define GPUKERN_CUDA_BWD_SM80_SMEM_CUH
 
@@ -34,7 +34,8 @@ template <class Tile> struct Shape {
 /* Byte offsets in the block's dynamic shared memory. */
 template <class Tile> struct Smem {
     typedef Shape<Tile> X;
-    /* warps that share keys: P^T and dS^T; otherwise dS^T of this step and of the previous one */
+    /* if several warps have the same keys: P^T and dS^T; otherwise dS^T of this step and of the
+     * previous one */
     static constexpr int score_tiles = 2;
     static constexpr int k = 0, v = k + X::Keys::bytes;
     static constexpr int q = v + X::Keys::bytes, grad_out = q + Tile::stages * X::Queries::bytes;
@@ -43,9 +44,9 @@ template <class Tile> struct Smem {
     static constexpr int stats = scores + score_tiles * X::Scores::bytes;
     /* the bounds of Mask, which only steps with hidden pairs read */
     static constexpr int span = stats + Tile::stages * X::BQ * 8;
-    /* what copies and modified scores read (store_source) */
+    /* values that copies and modified scores read (store_source) */
     static constexpr int source = span + 16;
-    /* what the end of the kernel reads: the addresses and rows of dk and dv */
+    /* values that the end of the kernel reads: addresses and number of rows of dk and dv */
     static constexpr int target = source + 32;
     /* StepRange: the bounds of the loop */
     static constexpr int range = target + 32;
@@ -54,8 +55,9 @@ template <class Tile> struct Smem {
                   "tiles start at 128 bytes");
 };
 
-/* Bank conflicts of a store of P^T or dS^T: a warp stores c[0], c[1] of an accumulator as 4 bytes
- * of a row of Scores, that is 8 rows and 4 neighbours of a chunk. */
+/* The number of bank conflicts of a store of P^T or dS^T. A warp stores c[0] and c[1] of an
+ * accumulator as 4 bytes of a row of Scores. These are 8 rows and 4 neighbours of a 16-byte
+ * chunk. */
 template <class Scores> constexpr int store_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane)
@@ -82,8 +84,9 @@ template <class T> __device__ __forceinline__ T *second_of(uint4 pair) {
     return (T *)((uint64_t)pair.w << 32 | pair.z);
 }
 
-/* Stores what only copies and modified scores read, because registers are short: row 0 of head 0
- * of q and grad_out, the rows that see any key (other rows may hold anything), position0 and b. */
+/* Stores the values that only copies and modified scores read: the addresses of row 0 of head 0 of
+ * q and grad_out, the rows that see any key (other rows may hold NaN), position0 and the batch
+ * index. */
 template <class T>
 __device__ __forceinline__ void store_source(smem_addr at_s, const T *q, const T *grad_out,
                                              Interval rows, int position0, int b) {
@@ -109,7 +112,8 @@ __device__ __forceinline__ StepRange load_range(smem_addr at_s) {
     return {(int)x.x, (int)x.y, (int)x.z, (int)x.w};
 }
 
-/* The tiles of rows that see all of the block's keys, behind the addresses of dk and dv. */
+/* The tiles in which every row sees all of the block's keys. They are stored after the addresses of
+ * dk and dv. */
 __device__ __forceinline__ Interval load_full(smem_addr at_s) {
     const uint2 x = ld_shared_64(at_s + 16);
     return {(int)x.x, (int)x.y};

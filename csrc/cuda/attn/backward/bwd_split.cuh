@@ -1,41 +1,43 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_split.cuh: which tiles of keys the masked backward kernels for Hopper share between blocks,
- * and how their work is cut. Everything here is a plain function that
+/* bwd_split.cuh: which tiles of keys the masked Hopper backward divides among several blocks, and
+ * how it cuts their work. Everything here is a plain function, which
  * tests/csrc/check_attn_sm90a.cpp also runs on the CPU.
  *
- * A block, or for wide heads a pair of blocks, takes all queries that see its 128 keys. If a few
- * keys are seen by all queries, the block of those keys takes many times as long as every other
- * block. So the longest tiles of a unit (one kv head of one batch entry) have several keys tasks
- * each. The host does not read the mask: it gives every unit as many tasks as could be needed, and
- * tasks without work exit at once. */
+ * A block, or for wide heads a pair of blocks, takes all queries that see its 128 keys. If every
+ * query sees the same few keys, the block of those keys takes many times as long as any other. So
+ * the longest tiles of a unit (one kv head of one batch entry) have several keys tasks each. The
+ * host does not read the mask. It gives every unit as many tasks as could be needed, and tasks
+ * without work exit at once. */
 #ifndef GPUKERN_CUDA_BWD_SPLIT_CUH
 #define GPUKERN_CUDA_BWD_SPLIT_CUH
 
 #include "../../layout/layout.cuh"
 
-/* A tile is cut if its lists, over the query heads of a group, have at least FROM blocks of 128
- * queries. A part has LEAST blocks or more: it costs 11,000 clocks beside its steps of about 4,500
- * clocks, and its sums go through memory. */
+/* A tile of keys is cut if its lists, over the query heads of a group, have at least FROM blocks of
+ * 128 queries. A part has at least LEAST blocks. A part costs 11,000 clocks beside its steps, which
+ * take about 4,500 clocks each, and its sums go through memory. */
 constexpr int BWD_SPLIT_FROM = 32, BWD_SPLIT_LEAST = 8;
-/* The most tiles of a unit that are cut, and the most parts of one. Tasks without work cost about
- * 2,000 clocks each: 0.5 % of a call of 8,192 tokens. Pairs of blocks cut one tile: two were 1 to 2
- * % slower where nothing is cut, and no faster beside a window with 64 global keys. */
+/* The largest number of tiles of a unit that are cut, and of parts of one tile. A task without work
+ * costs about 2,000 clocks: 0.5 % of a call of 8,192 tokens. Pairs of blocks cut one tile. Two were
+ * 1 to 2 % slower where nothing is cut, and no faster for a window with 64 global keys. */
 constexpr int BWD_SPLIT_TILES = 2, BWD_SPLIT_TILES_OF_PAIRS = 1, BWD_SPLIT_PARTS = 8;
 
 /* The first tiles * most keys tasks of a unit are the parts of its `tiles` longest tiles. Each
- * later task is a whole tile. most is 1 if nothing is cut. */
+ * later task is a whole tile. `most` is 1 if nothing is cut. */
 struct BwdSplit {
     int tiles, most;
 
     GK_HD int more_tasks() const { return tiles * (most - 1); }
-    /* The place of a task's tile among the tiles sorted by length, and the task's part of it. */
+    /* The rank of a task's tile among the tiles sorted by length, and the task's part of that
+     * tile. */
     GK_HD int rank(int task) const {
         return task < tiles * most ? task / most : task - more_tasks();
     }
     GK_HD int part(int task) const { return task < tiles * most ? task % most : 0; }
 
-    /* The parts into which a tile is cut. count: the blocks of its lists. uncut: those of the
-     * longest tile that is not cut, since a part need not be shorter than that. */
+    /* The number of parts into which a tile is cut. count: the number of blocks in its lists.
+     * uncut: that of the longest tile that is not cut, since a part need not be shorter than that
+     * tile. */
     GK_HD int parts(int count, int uncut) const {
         if (count < BWD_SPLIT_FROM) return 1;
         const int parts = count / (uncut > BWD_SPLIT_LEAST ? uncut : BWD_SPLIT_LEAST);
@@ -43,7 +45,8 @@ struct BwdSplit {
     }
 };
 
-/* longest: the most blocks that the lists of a tile may have. cut: the most tiles that are cut. */
+/* longest: the largest number of blocks that the lists of a tile may have. cut: the largest number
+ * of tiles that are cut. */
 inline BwdSplit bwd_split_of(int64_t longest, int64_t tiles_k, int cut = BWD_SPLIT_TILES) {
     if (longest < BWD_SPLIT_FROM) return {0, 1};
     const int64_t most = longest / BWD_SPLIT_LEAST;
@@ -51,15 +54,15 @@ inline BwdSplit bwd_split_of(int64_t longest, int64_t tiles_k, int cut = BWD_SPL
             (int)(most < BWD_SPLIT_PARTS ? most : BWD_SPLIT_PARTS)};
 }
 
-/* Cuts the lists of a group's heads, one after the other, into `parts` shares of equal length.
- * Calls take(head, first, end, length) for each head whose list has entries [first, end) of share
- * `part`. length(head): the length of its list. */
+/* Joins the lists of a group's heads and cuts the result into `parts` shares of equal length. For
+ * each head whose list has entries [first, end) of share `part`, calls take(head, first, end,
+ * length). length(head): the length of its list. */
 template <class Length, class Take>
 GK_HD inline void bwd_take_part(int group, int part, int parts, const Length &length,
                                 const Take &take) {
     int total = 0;
     for (int h = 0; h < group; ++h) total += length(h);
-    /* counted from the beginning of head h's list */
+    /* the share's bounds, counted from the beginning of head h's list */
     int from = (int)((int64_t)total * part / parts),
         to = (int)((int64_t)total * (part + 1) / parts);
     for (int h = 0; h < group && to > 0; ++h) {

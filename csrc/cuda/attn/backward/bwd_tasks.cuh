@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_tasks.cuh: the rows and rounding tasks of the Hopper backward: lse, delta and zeros of dQ
- * before the products, and scaling and rounding of dQ after them. They are bound by memory, and
- * the products of other blocks hide them. */
+/* bwd_tasks.cuh: the rows and rounding tasks of the Hopper backward (bwd_order.cuh), which the
+ * kernel of bwd_consumer.cuh runs in some of its blocks.
+ *
+ * A rows task computes lse and delta of some tiles of rows and zeroes their dq_sum, before the keys
+ * tasks that need them. A rounding task scales and rounds dQ after all keys tasks of its unit have
+ * added to it. Both are bound by memory bandwidth. They run while other blocks multiply, so their
+ * time is hidden. */
 #ifndef GPUKERN_CUDA_BWD_TASKS_CUH
 #define GPUKERN_CUDA_BWD_TASKS_CUH
 
@@ -12,9 +16,10 @@
 #include "bwd_producer.cuh"
 
 /* ---- 1. shapes ------------------------------------------------------------------------------- */
-/* The layout of dq_sum. dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d and all rows or, if
- * head_dim is at most 64, all of d and half of the rows. A tile of dq_sum consists of blocks of
- * 16 columns of d (one warp) by 8 rows, in the order of the warp's accumulators. */
+/* The layout of dq_sum. A warpgroup computes dQ^T [64][N]: 64 columns of d and all rows or, if
+ * head_dim is at most 64, all of d and half of the rows. A tile of dq_sum consists of blocks, one
+ * from each warp: 16 columns of d by N rows, in the order of the warp's accumulators, which have
+ * groups of 8 rows. */
 template <class Tile> struct DqShape {
     static constexpr bool BY_D = Tile::HEAD_DIM > 64;
     static constexpr int N = BY_D ? Tile::BQ : Tile::BQ / 2;
@@ -38,15 +43,15 @@ template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const u
     return sum;
 }
 
-/* A thread's loads of PASSES rows, which are STEP rows apart. */
+/* What a thread loads for PASSES rows, which are STEP rows apart. */
 template <int PASSES> struct BwdRowLoads {
     uint4 out[PASSES], grad[PASSES];
     float lse[PASSES];
 };
 
 /* Computes the stats of `count` tiles of a head, as flash_attn_bwd_pre does, and zeroes their
- * dq_sum. LANES threads share a row. The loads of the next rows are in flight while these are
- * summed. */
+ * dq_sum. LANES threads work on a row. The loads of the next PASSES rows are in flight while this
+ * code sums the present ones. */
 template <class T, class Tile, int THREADS>
 __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, int count,
                                               smem_addr smem_s) {
@@ -82,7 +87,8 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
         }
     };
     load(now, i0 + first);
-    /* the copy engine copies one tile of zeros to every tile: stores would delay the loads */
+    /* One tile of zeros in shared memory is copied to every tile by bulk copies. Stores from
+     * registers would delay the loads. */
     for (int n = threadIdx.x; n < BQ * Tile::HEAD_DIM / 4; n += THREADS)
         st_shared_128(smem_s + n * 16, make_uint4(0, 0, 0, 0));
     fence_proxy_async();
@@ -97,8 +103,8 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
 #pragma unroll 1
     for (int at = 0; at < rows; at += PASSES * STEP) {
         load(next, i0 + first + at + PASSES * STEP);
-        /* all sums before the first store: independent shuffles overlap, so the latency is paid
-         * once */
+        /* All sums are computed before the first store. Their shuffles are independent and overlap,
+         * so their latency is paid once. */
         float delta[PASSES];
 #pragma unroll
         for (int p = 0; p < PASSES; ++p)
@@ -150,8 +156,8 @@ __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int t
     }
 }
 
-/* Writes dq in 16 bits, for `count` <= COUNT tiles of a head from `tile` on, through as many
- * tiles of shared memory. spoilt: see BwdHopperParams. */
+/* Writes dq in 16 bits, for `count` <= COUNT tiles of a head from `tile` on. The tiles are
+ * transposed in shared memory, which has room for COUNT of them. spoilt: see BwdHopperParams. */
 template <class T, class Tile, int THREADS, int COUNT>
 __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, int count,
                                             smem_addr smem_s, unsigned *spoilt = NULL) {
@@ -175,7 +181,8 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
         const float *part = from + n * Dq::FLOATS + block * (Dq::N * 16) + 2 * pair * 128;
         uint32_t four[4];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
+        /* read from L2, where the additions were made */
+        for (int j = 0; j < 2; ++j) {
             const float4 d = __ldcg((const float4 *)(part + j * 128));
             if (bwd_masked<Tile> && !isfinite(d.x + d.y + d.z + d.w)) *spoilt = 1;
             four[2 * j] = pack2<T>(d.x * scale, d.y * scale);
@@ -195,8 +202,8 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
 }
 
 /* ---- 4. a block with a rows or rounding task ------------------------------------------------- */
-/* Runs a rows or rounding task. Each block of a pair has TASK_TILES tiles. The last task, and
- * the last parts of a task, may have none. */
+/* Runs a rows or rounding task. Each block of the cluster takes TASK_TILES tiles of rows of one
+ * head. The last task of a head, and the last parts of a task, may have no tiles left. */
 template <class T, class Tile, class Grad>
 __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w,
                                            smem_addr smem_s) {

@@ -4,13 +4,14 @@
  *
  * Work split: a block owns 64 keys of one kv head and loops over the rows that see them, BQ at a
  * time. Warpgroup 0 computes S^T, P^T and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T
- * in registers are already A operands. P goes from warpgroup 0 to 1 through shared memory, in
- * float32.
+ * in registers are already A operands. P^T goes from warpgroup 0 to 1 through shared memory, in
+ * float32. flash_attn_bwd_wide_sm90a.cu says which calls the kernels refuse.
  *
  * Two blocks of neighbouring keys form a pair, which is a cluster, and take the same steps. Each
  * sends its dS^T to the other and computes half of the columns of dQ^T = K^T dS^T over the keys of
- * both, 64 columns a warpgroup. The warpgroups add them to memory straight from their accumulators.
- * So dQ is added half as often. Those additions were the bound of a kernel without pairs.
+ * both, 64 columns a warpgroup. The warpgroups add dQ to memory directly from their accumulators.
+ * In this way dQ is added half as often as without pairs, and the additions of dQ were what limited
+ * a kernel without pairs.
  *
  *  A step                                          (tensor cores work in the background)
  *    warpgroup 0                                       warpgroup 1
@@ -19,8 +20,7 @@
  *    issue dV                                          dS^T to shared memory and the other block
  *    wait for dS^T;  issue dQ of its own keys          issue dK, dQ of its own keys
  *    wait for dS^T of the other block;  issue dQ of its keys
- *    wait for dQ, add it to memory                     likewise
- */
+ *    wait for dQ, add it to memory                     likewise */
 #ifndef GPUKERN_CUDA_BWD_WIDE_CUH
 #define GPUKERN_CUDA_BWD_WIDE_CUH
 
@@ -30,8 +30,8 @@
 
 namespace {
 
-/* P^T with softcap and ALiBi, packed. S^T is replaced by P times the cap's derivative, of which
- * dS is a multiple. key, row: of element 0. */
+/* Packs P^T in calls with softcap or ALiBi. Replaces S^T by P^T times the softcap's derivative: dS
+ * is that times (dP - delta). key, row: those of element 0. */
 template <class T, int M>
 __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M / 2],
                                                  smem_addr lse_s, const Score &score,
@@ -57,7 +57,7 @@ __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M 
     }
 }
 
-/* BIAS of a tile: a bias [.., Sq or 1, Sk] in T, or by distance. */
+/* Values of BIAS of a tile: a bias [.., Sq or 1, Sk] in T; a bias by distance */
 constexpr int BWD_BIAS = 1, BWD_DISTANCE = 3;
 
 /* ---- 1. the two consumer warpgroups ---------------------------------------------------------- */
@@ -76,7 +76,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                   "makes one of dQ");
     float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
 
-    /* Addresses and roles that both warpgroups use. */
+    /* Addresses, and the role of the thread, which both warpgroups use. */
     struct Block {
         smem_addr smem_s;
         int warpgroup, dq_block; /* index of the 64 columns of dQ that this warpgroup computes */
@@ -117,7 +117,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                                   kk > 0);
         wgmma_commit_group();
     }
-    /* dV or dK. left: P^T or dS^T; rows_s: dO or Q. */
+    /* Adds to dV = P^T dO or dK = dS^T Q. left: P^T or dS^T; rows_s: dO or Q. */
     __device__ __forceinline__ void issue_sum(const uint32_t (&left)[N * 2], smem_addr rows_s) {
         wgmma_fence();
 #pragma unroll
@@ -125,14 +125,15 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             wgmma_rs<T, D, 1>(sum, left + kk / 4, S::Q::mn_major(rows_s, kk), true);
         wgmma_commit_group();
     }
-    /* 64 columns of dQ^T from one block's keys; panel_s: a panel of its K. At head_dim 192 the
-     * fourth panel lies behind K; its result is not added to memory. */
+    /* 64 columns of dQ^T over the keys of one block. panel_s: the panel of K with these columns. At
+     * head_dim 192 a fourth panel would lie after K; the product with it is not added to memory. */
     static __device__ __forceinline__ void issue_dq(float (&dq)[BQ / 2], smem_addr panel_s,
                                                     smem_addr ds_s, bool add) {
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < BKV; kk += 16) {
-            if constexpr (BIAS) /* dS [rows][keys], which is also the bias's gradient */
+            /* dS is [rows][keys], because TMA also stores it as the bias's gradient */
+            if constexpr (BIAS)
                 wgmma_ss<T, BQ, 1, 0>(dq, S::K::mn_major(panel_s, kk),
                                       S::Scores::k_major(ds_s, 0, kk), add || kk > 0);
             else
@@ -143,10 +144,13 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     }
 
     /* ---- the bias ---- */
-    /* Loads the bias of a step, for this warp's 16 keys; zero outside of it. Register 2 n + r has
-     * the row 8 n + lane / 4 and the keys 8 r + 2 (lane % 4) and the next, relative to the warp's
-     * first; bias_addends transposes it. By distance, register 2 m + e has the distance 8 (m - N
-     * + 1) - e, relative to that of the lane's first pair. */
+    /* Loads the bias of a step for this warp's 16 keys; rows and keys after the end get 0.
+     *
+     * A bias [.., Sq or 1, Sk]: register 2 n + r has row 8 n + lane / 4 and the keys 8 r + 2 (lane
+     * % 4) and the next, relative to the warp's first. bias_addends transposes it.
+     *
+     * A bias by distance: register 2 m + e has the distance 8 (m - N + 1) - e, relative to the
+     * distance of the lane's first pair. */
     template <class Params>
     static __device__ __forceinline__ void load_bias(uint32_t (&bias)[BIAS_REGISTERS],
                                                      const Params &x, const BwdWork &w,
@@ -188,10 +192,11 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             }
         }
 #pragma unroll
-        for (int i = 0; i < BIAS_REGISTERS; ++i) opaque(bias[i]); /* loaded here, not later */
+        /* keeps the compiler from moving the loads down */
+        for (int i = 0; i < BIAS_REGISTERS; ++i) opaque(bias[i]);
     }
-    /* The addends of the exponents, bias log2(e) - lse. Clears the bits of `seen` of the pairs that
-     * the bias hides. */
+    /* Computes the addends of the exponents, bias log2(e) - lse. A pair that the bias hides loses
+     * its bit of `seen`. */
     static __device__ __forceinline__ void bias_addends(float (&w)[N * 4], uint32_t (&seen)[2],
                                                         const uint32_t (&bias)[BIAS_REGISTERS],
                                                         smem_addr lse_s, float least) {
@@ -213,17 +218,18 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             }
         }
 #pragma unroll
-        for (int i = 0; i < N * 4; ++i) opaque(w[i]); /* computed here, while S^T runs */
+        /* keeps the compiler from moving the sums down: they run while S^T is multiplied */
+        for (int i = 0; i < N * 4; ++i) opaque(w[i]);
     }
 
     /* ---- P and dS ---- */
-    /* All bits set, or none if a weight is -0. */
+    /* All bits set; no bit set if the weight is -0, which marks a hidden pair. */
     static __device__ __forceinline__ uint32_t shown(uint32_t weight) {
         return ~(uint32_t)((int)weight >> 31);
     }
-    /* Packs P^T of S^T. S^T is replaced by P, with softcap times the cap's derivative, of which
-     * dS is a multiple. With a stored mask or a bias, P of a hidden pair is -0, which make_ds tells
-     * from other weights. */
+    /* Computes P^T from S^T and packs it. S^T is replaced by P^T, with softcap times the cap's
+     * derivative, of which dS is a multiple. With a stored mask or a bias, P of a hidden pair is
+     * stored as -0, so that make_ds recognises it. */
     template <class Params>
     static __device__ __forceinline__ void
     weigh(float (&s)[N * 4], uint32_t (&p)[N * 2], const Params &x, const BwdWork &w,
@@ -261,8 +267,9 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
                           make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
                                      __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
     }
-    /* edge: with a stored mask or a bias, P of some pair may be -0. dS of these pairs is 0,
-     * whatever dP and delta hold. */
+    /* Computes dS^T from P^T, which warpgroup 0 has stored, and packs it. edge: P of some pairs may
+     * be -0, which happens with a stored mask or a bias. dS of these pairs becomes 0, even if dP or
+     * delta is NaN. */
     static __device__ __forceinline__ void make_ds(uint32_t (&ds)[N * 2], const float (&dp)[N * 4],
                                                    smem_addr own_s, smem_addr delta_s, bool edge) {
 #pragma unroll
@@ -280,7 +287,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             }
         }
     }
-    /* Stores dS^T [64 keys][rows]; with a bias its transpose. */
+    /* Stores dS^T [64 keys][rows], or with a bias its transpose dS [rows][64 keys]. */
     static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
@@ -296,9 +303,9 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     }
 
     /* ---- the end of a step: dQ of `tile` ---- */
-    /* Called when dS of step n is complete. On return no product is in flight and the next
-     * step's Q has arrived. ahead(step), of warpgroup 0: loads what the next step needs from
-     * memory, while nothing is added. */
+    /* Computes dQ of step n and adds it to memory. The caller has waited until dS is complete. On
+     * return no product is in flight and the next step's Q has arrived. In warpgroup 0, ahead(step)
+     * loads from memory what the next step needs, before the additions of dQ begin. */
     template <class Ahead>
     __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps,
                                             int tile, const Ahead &ahead) {
@@ -313,8 +320,8 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n),
                  true);
         if (ORDERED) wait_turn<Tile>(k.smem_s, n);
-        /* ask for the next step's Q before the additions fill the queue that the answer comes
-         * through */
+        /* Wait for the next step's Q before the additions of dQ, which fill the queue to memory
+         * that this wait would stand in. */
         k.ring().wait_full(min(n + 1, steps - 1));
         wgmma_wait_group<0>();
         wgmma_pin(dq);
@@ -326,6 +333,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
     }
 
     /* ---- the warpgroups ---- */
+    /* Warpgroup 0: S^T, P^T, dV and its half of the block's columns of dQ. */
     template <class Params>
     __device__ __forceinline__ void run_weights(const Block &k, const Params &x, const BwdWork &w,
                                                 const BwdTileOf *tiles, int steps) {
@@ -353,8 +361,8 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             }
             if constexpr (BIAS) {
                 bias_addends(addends, seen, bias, own_stats<Tile>(k.smem_s, n), x.least);
-                /* Completed long ago. Its loop ends a basic block, so that the transposes are not
-                 * moved past the wait. */
+                /* This barrier completed long ago. Its loop ends a basic block, so that the
+                 * transposes of the bias are not moved past the wait for S^T. */
                 mbarrier_wait(k.smem_s + S::KV_FULL, 0);
             }
             wgmma_wait_group<0>();
@@ -369,6 +377,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
         }
     }
 
+    /* Warpgroup 1: dP^T, dS^T, dK and its half of the block's columns of dQ. */
     template <class Params>
     __device__ __forceinline__ void run_gradients(const Block &k, const Params &x, const BwdWork &w,
                                                   const BwdTileOf *tiles, int steps) {
@@ -399,7 +408,7 @@ struct BwdWideConsumer : BwdUnmasked<Tile_, ORDERED_> {
             bar_arrive(BAR_SENT_DS + (n & 1), BWD_SENT_DS<Tile>);
             /* warpgroup 0 stores the next P only after this barrier, when this P has been read */
             bar_arrive(BAR_DS, 256);
-            /* dS of the previous step has been read, so all may overwrite it in the next step */
+            /* TMA has read dS of the previous step, so the next step may overwrite it. */
             if (BIAS && k.signals) tma_store_wait_group_read<0>();
             bar_sync(BAR_OWN_DS, 128);
             if constexpr (BIAS) {

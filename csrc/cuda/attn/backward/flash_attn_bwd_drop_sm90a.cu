@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_drop_sm90a: the gradients of attention with dropout on Hopper's tensor cores,
  * 16-bit, dense and packed, head_dim up to 128. The steps, the tasks and the workspace are those of
- * flash_attn_bwd_sm90a, with
+ * flash_attn_bwd_sm90a. Two equations differ:
  *
  *  dS^T = P^T (Z^T dP^T / (1 - p) - delta)   dV = Z^T P^T dO / (1 - p)
  *
  * Z is 1 for pairs that are kept and 0 for others (csrc/formats/attn_dropout.h). A consumer warp
- * draws the bits again in registers, one step ahead, while dK's product runs (bwd_drop.cuh).
+ * draws the bits of the next step in registers, while dK's product runs (bwd_drop.cuh).
  *
- * Not handled, served by flash_attn_bwd_drop_sm80: softcap, ALiBi, head_dim above 128, 2^31 rows,
- * strides and offsets that TMA cannot describe. */
+ * Not handled: softcap, ALiBi, head_dim above 128, 2^31 rows or more, strides and offsets that TMA
+ * cannot describe. flash_attn_bwd_drop_sm80 serves those. */
 #include "bwd_drop.cuh"
 
 namespace {

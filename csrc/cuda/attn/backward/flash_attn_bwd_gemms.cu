@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_gemms: the gradients of attention as products of gemm, with the scores in memory,
- * for head_dim, of q or of v, above 256. The equations are in bwd.cuh. For a chunk of rows of
- * queries, and then for the keys:
+ * if head_dim of q or of v is above 256. The equations are in bwd.cuh. Steps 1 to 4 run for each
+ * chunk of rows of queries, then step 5 for the keys:
  *
  *  1. S = Q K^T        float32, gemm
  *  2. dP = dO V^T      float32, gemm
@@ -10,23 +10,26 @@
  *  5. dV = P^T dO, dK = scale dS^T Q    gemm, summed over the query heads of a kv head in float32
  *
  * q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv] of 16 bits, with rows that begin at
- * multiples of 16 bytes; dq, dk, dv likewise. The pre-pass (flash_attn_bwd_pre.cu) makes lse and
+ * multiples of 16 bytes; dq, dk, dv likewise. The pre-pass (flash_attn_bwd_pre.cu) computes lse and
  * delta of each row.
  *
- * Work split: a piece is `heads` query heads and `rows` rows of queries: all rows, unless a head
- * alone takes more than BWD_GEMMS_BYTES. The heads are those of one kv head, or one of each of some
- * kv heads, whichever are more. Steps 1 to 4 run for chunks of `chunk` rows of a piece, with the
- * keys that some row of the chunk sees. Step 5 runs for blocks of BWD_GEMMS_KEYS keys, with the
- * chunks of rows that see one of them. Neighbouring blocks that have the same rows share a product.
- * Results follow from shapes alone, in a fixed order of sums.
+ * Work split: the call is cut into work items, named `piece` in the code. An item has `heads` query
+ * heads and `rows` rows of queries. These are all rows, unless one head alone takes more than
+ * BWD_GEMMS_BYTES. The heads are the query heads of one kv head, or one query head of each of
+ * several kv heads, whichever are more. Steps 1 to 4 run for chunks of `chunk` rows of an item,
+ * with the keys that at least one row of the chunk sees. Step 5 runs for blocks of BWD_GEMMS_KEYS
+ * keys, with the chunks of rows that see at least one of them. Neighbouring blocks of keys with the
+ * same rows are one product. The order of all sums depends on the shapes alone, so results are
+ * deterministic.
  *
- * Keys that no row sees, and rows that see no key, may hold anything, also NaN, and 0 times NaN is
- * NaN. If there may be such keys or rows, the operands are copied first, with zeros in their place,
- * and the products take all pairs.
+ * Keys that no row sees, and rows that see no key, may hold NaN, and 0 times NaN is NaN. If there
+ * may be such keys or rows, the operands are copied first, with zeros in place of these keys and
+ * rows. The products then take all pairs.
  *
- * Workspace: stats (bwd.cuh); two float32 sums of dK and of dV for a piece's kv heads, since a
- * product must not write what it adds to; copies of q, grad_out, k, v; P and dS [heads, rows, ld]
- * 16 bits; S and dP [heads, chunk, ld] float32; the products' own.
+ * Workspace (Memory): stats (bwd.cuh); two float32 sums of dK and two of dV for the kv heads of an
+ * item, because gemm must not write the matrix that it adds; copies of q, grad_out, k, v; P and dS
+ * [heads, rows, ld] in 16 bits; S and dP [heads, chunk, ld] in float32; the workspace of the
+ * products.
  *
  * Not handled: packed calls, dropout, a mask, biases, float32 gradients, rows that are not aligned,
  * and so many keys that the chunk of one head exceeds BWD_GEMMS_BYTES. flash_attn_bwd_plain and
@@ -46,12 +49,14 @@ struct PairsParams {
     const float *s, *dp;            /* [heads, chunk, ld] */
     void *weights, *ds;             /* [heads, rows, ld], from the chunk's first row on */
     int64_t ld, from_head, to_head; /* strides */
-    int b, head0, head_step;        /* the query heads of the chunk */
+    /* the query heads of the chunk are head0, head0 + head_step, and so on */
+    int b, head0, head_step;
     int i0;                         /* the chunk's first row */
     int col0, col1;                 /* columns to write, multiples of 4 */
 };
 
-/* Grid: x = rows of the chunk, y = heads. */
+/* Step 3 for one row: P and dS in the columns [col0, col1), 0 for pairs that the row does not see.
+ * Grid: x = rows of the chunk, y = heads. */
 template <class T>
 __global__ void __launch_bounds__(THREADS) pairs_kernel(const __grid_constant__ PairsParams x) {
     const Problem &p = x.g.p;
@@ -92,7 +97,8 @@ struct CleanParams {
     bool queries; /* rows of q or grad_out; otherwise of k or v */
 };
 
-/* A warp for each row. */
+/* Copies q, grad_out, k or v, and replaces the rows that no pair needs by zeros. A warp for each
+ * row. */
 __global__ void __launch_bounds__(THREADS) clean_kernel(const __grid_constant__ CleanParams x) {
     const int64_t at = (int64_t)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (at >= (int64_t)x.g.p.batch * x.heads * x.seq) return;
@@ -116,17 +122,18 @@ __global__ void __launch_bounds__(THREADS) clean_kernel(const __grid_constant__ 
 /* ---- 3. the pieces of a call ----------------------------------------------------------------- */
 struct Own {
     Bwd g;
-    bool clean;    /* the operands are copied, and the products take all pairs */
-    bool of_group; /* the heads of a piece belong to one kv head */
+    bool clean;    /* the operands are copied by clean_kernel, and the products take all pairs */
+    /* true: the heads of an item belong to one kv head; false: each belongs to another kv head */
+    bool of_group;
     int chunk, rows, heads;
-    int64_t ld; /* of P, dS, S and dP: elements from row to row */
+    int64_t ld; /* row stride of P, dS, S and dP in elements */
     size_t inner_bytes;
 };
 
 /* True if some dK and dV are sums of several terms. */
 bool has_sums(const Own &x) { return x.rows < x.g.p.seq_q || x.g.p.group > 1; }
 
-/* The workspace: an offset for each part. */
+/* The workspace: the offset of each part. */
 struct Memory {
     size_t stats, sum[2][2] /* of dk and of dv */, q, grad_out, k, v, weights, ds, s, dp, inner;
 };
@@ -236,8 +243,9 @@ Rows contiguous(const void *data, int64_t heads, int64_t seq, int64_t columns) {
     return {data, heads * seq * columns, seq * columns, columns};
 }
 
-/* Visits the steps 1 to 5 of a call in order: gemm(args) for a product, pairs(params, rows, heads)
- * for step 3. sample: visits one product of each form, to plan them. base: the workspace. */
+/* Visits the steps 1 to 5 of a call in order. Calls gemm(args) for a product and pairs(params,
+ * rows, heads) for step 3. base: the workspace. sample: visits only one product of each form, so
+ * that plan() knows them. */
 template <class Gemm, class Pairs>
 gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gemm &gemm,
                 const Pairs &pairs) {
@@ -254,8 +262,10 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
                   of_chunk = gk_min_i64(x.chunk, p.seq_q) * ld;
     const double scale = p.rules.scale;
 
-    /* dK or dV of keys [first, end) of n kv heads from rows of a piece, whose P or dS of these rows
-     * is at pairs16, and from the heads of q or grad_out from `head` on. nth of `of` terms. */
+    /* Step 5 for one product: adds one term to dV (is_v) or dK of the keys [first, end) of n kv
+     * heads. The term has the rows `rows` of q or grad_out, of n heads from `head` on, which are
+     * `group` heads apart. pairs16: P or dS of these rows. The term is number nth of `of`. The last
+     * one writes the result, each earlier one a float32 sum. */
     const auto add_term = [&](bool is_v, int64_t first, int64_t end, const char *pairs16,
                               Range rows, int64_t nth, int64_t of, int b, int64_t kv0, int64_t n,
                               int64_t head) {
@@ -281,8 +291,8 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
         return gemm(args);
     };
 
-    /* Steps 1 to 4 of `rows` for n query heads from `head` on, each `apart` heads from the next,
-     * and their kv heads from kv0 on. */
+    /* Steps 1 to 4 for the rows `rows` of an item. They have n query heads from `head` on, which
+     * are `apart` heads apart, and the kv heads from kv0 on. */
     const auto take_rows = [&](Range piece, Range rows, int b, int64_t kv0, int64_t n, int64_t head,
                                int64_t apart) {
         const Range seen = keys_of(x, rows), keys = rounded(seen, 64, p.seq_k),
@@ -323,7 +333,7 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
             matrices(k_g, dtype, n_kv, k.head, nk, k.row, d, 1), of_rows(x.g.dq, d), scale));
     };
 
-    /* Step 5 for the heads of a piece. */
+    /* Step 5 for the rows and heads of an item. */
     const auto take_keys = [&](Range piece, int b, int64_t kv0, int64_t n, int64_t g) {
         gk_status status = GK_OK;
         for (int64_t first = 0, end; first < p.seq_k && status == GK_OK; first = end) {
@@ -338,7 +348,7 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
             if (rows.size() <= 0) continue;
             const int64_t first_piece = all.lo / x.rows,
                           pieces = (all.hi - 1) / x.rows - first_piece + 1;
-            /* the heads of one kv head are terms of one sum, in turn */
+            /* The query heads of one kv head are terms of one sum, one product after the other. */
             for (int64_t h = 0; h < (x.of_group ? n : 1) && status == GK_OK; ++h) {
                 const int64_t from = (h * of_piece + (rows.lo - piece.lo) * ld) * 2,
                               nth = (g + h) * pieces + piece.lo / x.rows - first_piece,
@@ -360,8 +370,8 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
             for (int64_t g = 0; g < p.group; g += g_step) {
                 const int64_t n = x.of_group ? gk_min_i64(g_step, p.group - g)
                                              : gk_min_i64(kv_step, p.heads_kv - kv0);
-                /* The first two groups of heads and the last have all forms of sums. Only the last
-                 * heads may be fewer. */
+                /* For a sample, the first two groups of heads and the last one have all forms of
+                 * sums. Only the last group may have fewer heads. */
                 if (sample && ((kv0 > 0 && (x.of_group || n == kv_step)) ||
                                (g > g_step && g + g_step < p.group)))
                     continue;
@@ -381,7 +391,7 @@ gk_status visit(const Own &x, gk_dtype dtype, char *base, bool sample, const Gem
 }
 
 /* ---- 5. plan and run ------------------------------------------------------------------------- */
-/* Bytes of S, dP, P and dS of one head. */
+/* Bytes of S, dP, P and dS of one head in an item of this many rows. */
 int64_t pairs_bytes(const Own &x, int64_t rows) {
     return (rows * 4 + gk_min_i64(x.chunk, x.g.p.seq_q) * 8) * x.ld;
 }
@@ -391,7 +401,7 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     const gk_flash_attn_args &f = a->fwd;
     const int64_t head_dim = gk_max_i64(f.q.shape[f.q.ndim - 1], f.v.shape[f.v.ndim - 1]);
-    const double factor = fabs(f.rules.scale); /* gemm's alpha: 0 or within float32's range */
+    const double factor = fabs(f.rules.scale); /* gemm's alpha must be 0 or a normal float32 */
     if (f.cu_seqlens_q || head_dim <= BwdHopper256::HEAD_DIM || (factor > 0 && factor < 0x1p-126) ||
         !tile_takes(ctx, a, (int)head_dim, 0))
         return false;
@@ -409,10 +419,11 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const int64_t left = BWD_GEMMS_BYTES - pairs_bytes(x, 0);
     if (left < x.rows * 4 * x.ld) x.rows = (int)(left / (4 * x.ld) / x.chunk * x.chunk);
     if (left <= 0 || x.rows == 0) return false;
-    /* With several pieces of rows, the terms of a sum come in the order of one head's pieces. */
+    /* If a head's rows are cut, an item has one head: the terms of a sum come in the order of the
+     * items of one head. */
     const int64_t most = x.rows < p.seq_q ? 1
                                           : gk_clamp_i64(BWD_GEMMS_BYTES / pairs_bytes(x, x.rows),
-                                                         1, 65535); /* a grid's y */
+                                                         1, 65535); /* the largest y of a grid */
     x.of_group = gk_min_i64(p.group, most) > gk_min_i64(p.heads_kv, most);
     x.heads = (int)gk_min_i64(x.of_group ? p.group : p.heads_kv, most);
     if (!gk_grid_fits(gk_ceil_div((int64_t)p.batch * p.heads_q * p.seq_q, THREADS / 32)) ||

@@ -4,31 +4,32 @@
  * 16-bit, dense, head_dim up to 128. The equations, the steps and the consumers are those of
  * flash_attn_bwd_sm90a.
  *
- * Work split with a mask: a block owns 128 keys of one kv head, as there. It takes the blocks of
- * queries in the list of its tile of keys, for every query head of the group, BQ rows a step. Tiles
- * of keys with long lists come first. A block that every query sees in full runs as without a mask.
- * For a partial block the producer brings one bit for each pair into shared memory; P and dS of
- * hidden pairs become 0. Without a mask, a block takes the rows that flash_attn_bwd_sm90a would
- * take, and the bits say what causal and a window show.
+ * Work split with a mask: a thread block owns 128 keys of one kv head. The mask has a list of
+ * blocks of 128 queries for this tile of keys. The thread block takes the queries of this list, for
+ * every query head of the group, BQ rows a step. Tiles of keys with long lists start first. If all
+ * pairs of a block of queries are visible, the step runs as without a mask. For a partial block the
+ * producer loads one bit for each pair into shared memory, and P and dS of hidden pairs become 0.
+ * Without a mask, a thread block takes the rows that flash_attn_bwd_sm90a would take. The bits then
+ * encode causal and the window.
  *
- * Tiles of keys that many more queries see than others are cut into parts (bwd_split.cuh). A part
- * is a block with a share of the tile's queries. It stores its dK and dV in float32. The part that
- * ends last adds them up in the order of the parts and rounds them, so their bits do not depend on
- * the order in which blocks run.
+ * A tile of keys that many more queries see than the others is cut into parts (bwd_split.cuh). Each
+ * part is a thread block that takes a share of the queries and stores its dK and dV in float32. The
+ * part that ends last adds these sums in the order of the parts and rounds them, so the bits of the
+ * result do not depend on the order in which blocks run.
  *
- * The bias comes by TMA, BQ rows x 128 keys a step, and is added to the exponents. Its gradient is
- * dS, which TMA stores from where the product dQ reads it.
+ * TMA loads the bias, BQ rows x 128 keys a step. It is added to the exponents. Its gradient is dS,
+ * which TMA stores from the same shared memory that the product dQ reads.
  *
- * A hidden row or key may hold NaN or inf, and 0 times NaN is NaN. The first launch therefore marks
- * a gradient that is not finite. The second launch leaves at once if there is none. Otherwise it
- * computes everything again: its producer replaces NaN and inf of Q, K, V and dO in shared memory
- * by 0. Those of a visible pair still reach the gradients, because they make lse or delta of its
- * row NaN.
+ * A hidden row or key may hold NaN or inf, and 0 times NaN is NaN. So there are two launches. The
+ * first sets `spoilt` if a gradient is not finite. The second returns at once if `spoilt` is 0.
+ * Otherwise it computes everything again, and its producer replaces NaN and inf of Q, K, V and dO
+ * in shared memory by 0. NaN and inf of a visible pair still reach the gradients, because they make
+ * lse or delta of its row NaN.
  *
- * Not handled, served by flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain: a float32 bias; a
- * bias that broadcasts over queries or keys; the gradient of one that broadcasts; distance_bias;
- * dropout, softcap, ALiBi, causal or a window beside the mask, kv_start, kv_end, q_start; packed
- * and deterministic calls, rows that are not aligned to 16 bytes. */
+ * Not handled: a float32 bias; a bias that broadcasts over queries or keys; the gradient of a bias
+ * that broadcasts; distance_bias; dropout, softcap, ALiBi, kv_start, kv_end, q_start; causal or a
+ * window together with a mask; packed and deterministic calls; rows that are not aligned to 16
+ * bytes. flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain serve those. */
 #include "../mask_words.cuh"
 #include "bwd_keys.cuh"
 #include "bwd_masked.cuh"
@@ -36,9 +37,9 @@
 namespace {
 
 /* ---- 1. the producer ------------------------------------------------------------------------- */
-/* Computes the words of a block whose words are not stored, and those of a full block that the end
- * of the keys cuts. Without a mask: those of causal and a window. A row is a key here, a column a
- * query. One warp. */
+/* Computes the words of a block of the mask if the mask does not store them, or if the keys end
+ * within a full block. Without a mask, computes the words of causal and the window. Each row of the
+ * words is a key and each column a query. One warp. */
 template <class Tile>
 __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Sequence &seq,
                                              int head, int b, int j0, int row0, bool full,
@@ -63,8 +64,8 @@ __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Seq
                      columns_in<32>(c.z - first, c.w - first));
         });
     } else {
-        /* Only the words of this step's queries. Queries that see the first keys, and no others of
-         * these, have equal bits. */
+        /* Only the words of this step's queries are computed. Queries that see a prefix of these
+         * keys often have equal bits. */
         words_of_columns<Tile::BQ / 32, true>(
             to_s,
             [&](int c, int r) {
@@ -78,8 +79,8 @@ __device__ __forceinline__ void make_words_t(const BwdMaskedParams &x, const Seq
     __syncwarp();
 }
 
-/* One warp loads K and V once, then Q, dO, the stats and the mask's words step after step. Its
- * place in the lists is in shared memory, because registers are few. */
+/* One warp loads K and V once, then Q, dO, the stats and the mask's words, step after step. Its
+ * position in the lists is in shared memory, because registers are few. */
 template <class T, class Tile>
 __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdWork &w,
                                             smem_addr smem_s) {
@@ -117,7 +118,9 @@ __device__ __forceinline__ void load_masked(const BwdMaskedParams &x, const BwdW
         ring.wait_empty(n);
         if (at[BwdPlace::KIND] == GK_BLOCK_MADE) {
             smem_addr words_s = smem_s + S::WORDS_AT + ring.stage(n) * S::WORDS_BYTES;
-            opaque(words_s); /* or it would stay in a register until the bulk copy below */
+            /* keeps the compiler from holding the address in a register until the bulk copy
+             * below */
+            opaque(words_s);
             make_words_t<Tile>(x, w.seq, at[BwdPlace::HEAD], w.b, w.j0, at[BwdPlace::ROW],
                                at[BwdPlace::FULL], words_s);
         }
@@ -182,8 +185,8 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
     static __device__ __forceinline__ bool has_no_work(smem_addr smem_s) {
         return without_keys<Tile>(smem_s);
     }
-    /* With a mask w.tile_lo is the length of the first head's list; without, w.start is the number
-     * of tiles of each head. One thread. */
+    /* With a mask, w.tile_lo is the length of the first head's list. Without one, w.start is the
+     * number of tiles of each head. One thread. */
     static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr smem_s) {
         const Bwd &g = x.g;
         if constexpr (!ScoresOf<Tile>::MASK) {

@@ -1,26 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_masked_wide_sm90a: flash_attn_bwd_masked_sm90a for head_dim, of q or of v, from
- * 129 to 256: the gradients of attention with a stored mask, with a bias, or with both. The
- * consumers are those of flash_attn_bwd_wide_sm90a (bwd_wide.cuh).
+/* flash_attn_bwd_masked_wide_sm90a: the gradients of attention with a stored mask, with a bias, or
+ * with both, if head_dim of q or of v is from 129 to 256. flash_attn_bwd_masked_sm90a serves
+ * smaller head_dims. The consumers are those of flash_attn_bwd_wide_sm90a (bwd_wide.cuh).
  *
- * Work split: a pair of blocks owns a tile of 128 keys of the mask, 64 keys each. Both take the
- * blocks of queries in the tile's list, 64 rows a step. Shared memory has no room for the words of
- * a partial block: warpgroup 0 reads its own two from global memory while S^T is computed, or
- * computes them if they are not stored. It stores P of a hidden pair as -0, by which warpgroup 1
- * knows the pairs whose dS is 0.
+ * Work split: a pair of thread blocks owns a tile of 128 keys of the mask, 64 keys each. Both take
+ * the blocks of queries in the tile's list, 64 rows a step. Shared memory has no room for the words
+ * of a partial block. Each thread of warpgroup 0 therefore reads its two words from global memory
+ * while S^T is computed, or computes them if they are not stored. It stores P of a hidden pair as
+ * -0, so that warpgroup 1 sets dS of this pair to 0.
  *
- * A second launch serves hidden rows and keys that hold NaN or inf, as there.
+ * As in flash_attn_bwd_masked_sm90a, a second launch serves hidden rows and keys that hold NaN or
+ * inf, and a tile of keys that many more queries see than the others is cut into parts. Each block
+ * of a pair sums the parts of its own 64 keys.
  *
- * Tiles of keys that many more queries see than others are cut into parts, as there. Each block of
- * a pair joins the parts of its own 64 keys.
+ * A bias may broadcast over the batch, the heads and the queries. A bias by distance is served, too
+ * (bwd_bias.cuh).
  *
- * A bias may broadcast over the batch, the heads and the queries, and a bias by distance is served,
- * too (bwd_bias.cuh).
- *
- * Not handled, served by flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain: a float32 bias [..,
- * Sk]; a bias that broadcasts over keys; distance_bias beside a mask or a bias; a gradient that
- * does not broadcast and whose rows are no multiples of 16 bytes; and what
- * flash_attn_bwd_masked_sm90a refuses of rules and tensors. */
+ * Not handled: a float32 bias [.., Sk]; a bias that broadcasts over keys; distance_bias together
+ * with a mask or a bias; a gradient of the bias that does not broadcast and whose rows are not
+ * multiples of 16 bytes; the modifiers, calls and alignments that flash_attn_bwd_masked_sm90a
+ * refuses. flash_attn_bwd_scores_sm80 and flash_attn_bwd_plain serve those. */
 #include "../../ptx/prefetch_l2.cuh"
 #include "../mask_words.cuh"
 #include "bwd_bias.cuh"
@@ -28,14 +27,14 @@
 namespace {
 
 /* ---- 1. the mask ----------------------------------------------------------------------------- */
-/* BwdTileOf::edge of a step whose block is partial, or cut by the end of the keys: its kind,
- * whether all queries see its keys, and the place of its stored words. */
+/* The value of BwdTileOf::edge for a step whose block is partial, or whose keys end within the
+ * block: the block's kind, whether all queries see its keys, and the index of its stored words. */
 __device__ __forceinline__ int edge_of(int kind, int full, int words) {
     return kind | full << 2 | words << 3;
 }
 
-/* Which of a lane's pairs the mask shows, as in seen_by_words: bit 2 n + e of seen[r] is row 8 n +
- * e and key 8 r, relative to the lane's first. */
+/* Which of a lane's pairs the mask shows, in the order of seen_by_words: bit 2 n + e of seen[r] is
+ * row 8 n + e and key 8 r, relative to the lane's first. */
 __device__ __forceinline__ void seen_by_mask(uint32_t (&seen)[2], const BwdMaskedParams &x,
                                              const BwdWork &w, const BwdTileOf &t) {
     const int edge = t.edge, i0 = t.i0;
@@ -62,8 +61,9 @@ __device__ __forceinline__ void seen_by_mask(uint32_t (&seen)[2], const BwdMaske
         }
         return;
     }
-    /* Each lane computes which of the warp's 16 keys two of the step's 64 rows see; the transpose
-     * gives it the rows that see one key. */
+    /* The store is GK_MASK_RANGES: each row has the ranges of keys that it sees. Each lane first
+     * computes which of the warp's 16 keys two of the step's 64 rows see. The transpose then gives
+     * it the rows that see one key. */
     const int first = key - laneid() / 4;
     uint32_t bits = 0;
 #pragma unroll
@@ -84,7 +84,7 @@ __device__ __forceinline__ void seen_by_mask(uint32_t (&seen)[2], const BwdMaske
     }
 }
 
-/* The same for the rules of a call without a mask. */
+/* The same for causal, window, kv_start and kv_end, in a call without a mask. */
 __device__ __forceinline__ void seen_by_rules(uint32_t (&seen)[2], const BwdMaskedParams &,
                                               const BwdWork &w, const BwdTileOf &t) {
     const Span &span = w.seq.span;
@@ -99,7 +99,8 @@ __device__ __forceinline__ void seen_by_rules(uint32_t (&seen)[2], const BwdMask
 }
 
 /* ---- 2. the producer ------------------------------------------------------------------------- */
-/* Asks for a step's bias, 64 rows x 64 keys, which then comes to warpgroup 0 from L2. One warp. */
+/* Prefetches a step's bias, 64 rows x 64 keys, so that warpgroup 0 then reads it from L2. One
+ * warp. */
 __device__ __forceinline__ void prefetch_bias(const BwdMaskedParams &x, const BwdWork &w, int head,
                                               int row0) {
     if (w.j0 >= w.seq.seq_k || x.bias_row == 0) return;
@@ -112,8 +113,8 @@ __device__ __forceinline__ void prefetch_bias(const BwdMaskedParams &x, const Bw
     }
 }
 
-/* One warp loads K, V and the columns of the other block's K once, then Q with its stats, and dO,
- * step after step. In the second launch it replaces their NaN and inf. */
+/* One warp loads K, V and the columns of the other block's K once. Then it loads Q with its stats,
+ * and dO, step after step. In the second launch it replaces NaN and inf in them by 0. */
 template <class T, class Tile>
 __device__ __forceinline__ void load_masked_pair(const BwdMaskedParams &x, const BwdWork &w,
                                                  unsigned char *smem, smem_addr smem_s) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void load_masked_pair(const BwdMaskedParams &x, const
             const smem_addr to_s = x.again ? raw_s : ring.full(n);
             const int i0 = at[BwdPlace::ROW];
             int kind = at[BwdPlace::KIND];
-            /* rows past the end must not see a bias, which may be infinite */
+            /* rows past the end must not get a bias, which may be infinite */
             if (!ScoresOf<Tile>::MASK && i0 + Tile::BQ > w.seq.seq_q) kind = GK_BLOCK_MADE;
             load_panels<typename S::Q>(q_s, &x.q, i0, at[BwdPlace::HEAD], w.b, to_s);
             const int stats_tile = at[BwdPlace::HEAD] * g.row_tiles + w.row_tile + i0 / Tile::BQ;
@@ -222,10 +223,10 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
     static __device__ __forceinline__ bool has_no_work(smem_addr smem_s) {
         return without_keys<Tile>(smem_s);
     }
-    /* One thread. */
+    /* Finds the block's task. One thread. */
     static __device__ __forceinline__ void place(BwdWork &w, const Params &x, smem_addr smem_s) {
         const Bwd &g = x.g;
-        if constexpr (!ScoresOf<Tile>::MASK) { /* w.start: the tiles of each head */
+        if constexpr (!ScoresOf<Tile>::MASK) { /* w.start is the number of tiles of each head */
             place_block<Tile>(w, x);
             w.start = w.tiles;
             w.tiles *= g.p.group;
@@ -243,7 +244,7 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
                                                 unsigned char *smem, smem_addr smem_s) {
         load_masked_pair<T, Tile>(x, w, smem, smem_s);
     }
-    /* Two warps. */
+    /* Sums the gradient of the bias. Two warps. */
     static __device__ __forceinline__ void collect(const Params &x, const BwdWork &w,
                                                    const unsigned char *, smem_addr smem_s) {
         collect_bias<T, Tile>(x, w, smem_s);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_dq_sm80: dq alone, in float32, for flash_attn_bwd_partial_sm80. The
- * kernel is in bwd_dq_sm80.cuh; its MODIFIED form serves every call. */
+/* flash_attn_bwd_partial_dq_sm80: dq alone, in float32, for flash_attn_bwd_partial_sm80. The kernel
+ * is in bwd_dq_sm80.cuh. Its MODIFIED form serves every call, with or without softcap and ALiBi. */
 #include "bwd_dq_sm80.cuh"
 
 namespace {

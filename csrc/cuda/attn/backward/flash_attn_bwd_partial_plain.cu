@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_plain: flash_attn_bwd_plain with float32 gradients for 16-bit inputs.
- * It serves what the tiled kernels refuse. */
+/* flash_attn_bwd_partial_plain: flash_attn_bwd_plain with float32 gradients for 16-bit inputs. It
+ * serves calls that flash_attn_bwd_partial_sm90a and flash_attn_bwd_partial_sm80 refuse. */
 #include "bwd_plain.cuh"
 
 namespace {

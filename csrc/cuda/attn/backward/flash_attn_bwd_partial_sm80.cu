@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_sm80: flash_attn_bwd_sm80 with unrounded float32 gradients, which are
- * shares of a sum that the caller completes. It uses the deterministic kernels in their MODIFIED
- * form, which serves every call, so there is one instance for each dtype. Not handled: head_dim
- * over 128, dropout, unaligned rows (flash_attn_bwd_partial_plain). */
+/* flash_attn_bwd_partial_sm80: flash_attn_bwd_sm80 with unrounded float32 gradients. The caller
+ * adds them to the gradients of other parts of the sequence.
+ *
+ * It uses the deterministic kernels in their MODIFIED form, which serves every call, so there is
+ * one instance for each dtype.
+ *
+ * Not handled: head_dim over 128, dropout, unaligned rows (flash_attn_bwd_partial_plain). */
 #include "bwd_sm80_run.cuh"
 
 namespace {

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a with unrounded float32 gradients. They are
- * shares of a sum that the caller completes, such as those of the ranks of a ring. dK and dV are
- * stored from registers, dQ is dq_sum times scale; all else is in bwd_keys.cuh and
- * bwd_consumer.cuh.
+/* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a with unrounded float32 gradients. The caller
+ * adds them to the gradients of other parts of the sequence, for example those of the ranks of a
+ * ring.
  *
- * Not handled: float16, softcap and ALiBi, each of which takes as long to compile again; strides
+ * dK and dV are stored from registers, and dQ is dq_sum times scale. Everything else is in
+ * bwd_keys.cuh and bwd_consumer.cuh.
+ *
+ * Not handled: float16, softcap and ALiBi, each of which would double the compile time; strides
  * that TMA cannot describe; head_dim over 128. flash_attn_bwd_partial_sm80 and
  * flash_attn_bwd_partial_plain serve those. */
 #include "bwd_keys.cuh"

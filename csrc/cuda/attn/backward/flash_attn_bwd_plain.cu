@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_plain: the gradients of attention for every dtype, alignment and modifier, with or
- * without a mask and biases. The kernels are in bwd_plain.cuh. */
+ * without a mask and biases. The kernels are in bwd_plain.cuh. It refuses no call that checks.c
+ * allows. */
 #include "bwd_plain.cuh"
 
 namespace {

@@ -4,16 +4,16 @@
  *
  *  delta_i = sum_d dO_id O_id - dlse_i       dsink_h = -sum_i exp(sink_h - lse_i) delta_i
  *
- * Both hold for rows that see a key. In a row without keys lse is the sink, so the row adds dlse_i
- * to dsink, whatever its dO holds.
+ * Both hold for rows that see a key. If a row sees no key, its lse is the sink, so it adds dlse_i
+ * to dsink and its dO does not matter.
  *
  * Reads out, grad_out [B, Hq, Sq, Dv] or [Tq, Hq, Dv], lse and grad_lse [B, Hq, Sq] or [Tq, Hq],
  * any leading strides. Writes stats {lse in the kernels' unit, delta}, zeros into dq_sum (bwd.cuh),
  * dsinks [Hq], and zeros into the gradients of packed tokens that belong to no sequence.
  *
- * Work split: 1. a block for each tile of rows of one head, 8 lanes a row. 2. A block for each
- * head, a warp for each 32 rows, summed in a fixed order. 3. A warp for each token. The kernels are
- * bound by memory bandwidth. */
+ * Work split, by kernel: 1. A block for each tile of rows of one head, 8 lanes a row. 2. A block
+ * for each head, a warp for each 32 rows, summed in a fixed order. 3. A warp for each token. All
+ * three are bound by memory bandwidth. */
 #include "../../tile/copy.cuh"
 #include "../../tile/reduce.cuh"
 #include "bwd.cuh"
@@ -22,7 +22,7 @@
 
 namespace {
 
-/* lanes of a row: at head_dim 64 each loads 16 bytes once */
+/* LANES: the lanes that work on a row. At head_dim 64 each loads 16 bytes once. */
 constexpr int THREADS = BWD_PRE_THREADS, LANES = 8;
 static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
@@ -31,7 +31,7 @@ template <class W> struct Stat {
     W lse, delta;
 };
 
-/* Row r of a tile of stats that begins at tile_g. */
+/* Store and load row r of a tile of stats that begins at tile_g. */
 template <class W>
 __device__ __forceinline__ void store_stat(const Bwd &g, W *tile_g, int r, const Stat<W> &x) {
     tile_g[g.stats_apart ? r : 2 * r] = x.lse;
@@ -42,9 +42,9 @@ __device__ __forceinline__ Stat<W> load_stat(const Bwd &g, const W *tile_g, int 
     return {tile_g[g.stats_apart ? r : 2 * r], tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1]};
 }
 
-/* The part of a row's dot product dO . O that this lane sums. In float32 and float64 the order
- * is that of the products dP: runs of dp_part columns for each lane, or every eighth column. A
- * row that sees one key then has dP = delta bit for bit, and dS = 0. */
+/* The part of a row's dot product dO . O that this lane sums. In float32 and float64 the order of
+ * sums is that of the products dP: runs of dp_part columns for each lane, or every eighth column. A
+ * row that sees a single key then has dP = delta bit for bit, and dS = 0. */
 template <class T>
 __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n,
                                                              int lane, bool vector, int dp_part) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T
     return sum;
 }
 
-/* The sum of the lanes' parts: one after the other, or the tree of eight sums that
- * flash_attn_bwd_plain uses. */
+/* The sum of the lanes' parts. With dp_part it adds them one after the other. Without, it uses the
+ * same tree of eight sums as flash_attn_bwd_plain. */
 template <class T> __device__ __forceinline__ T row_dot(T part, int dp_part) {
     if (sizeof(T) != 4 || dp_part == 0) return lanes_sum<1, LANES>(part);
     T sum = 0;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(const __grid_constant
             if (l != -INFINITY && s.span.lo(i0 + r) < s.span.hi(i0 + r))
                 x = {l * (W)g.lse_factor, sum};
         }
-        /* a row without keys contributes nothing, whatever its grad_out holds */
+        /* a row that sees no key contributes nothing, even if its grad_out holds NaN */
         const bool alive = x.lse != INFINITY;
         x.delta = row_dot(x.delta, g.dp_part);
         if (alive && g.grad_lse.data) x.delta -= grad_lse[row * g.grad_lse.row];

@@ -7,11 +7,11 @@
  * 16 bytes, and the stats of the pre-pass. Writes dq, dk, dv. The order of the float32 sums is
  * fixed, so results are deterministic.
  *
- * Work split: STAY rows stay in a block (keys of a kv head, or queries of a head), and the other
- * side passes through it, PASS rows at a time. One kernel serves both sides. With KEYS, K and V
- * stay while Q and dO pass, which gives dK = dS^T Q and dV = P^T dO. Without KEYS, Q and dO stay
- * while K and V pass, which gives dQ = dS K. The 8 warps cover a product as 4 x 2, the lanes as 4 x
- * 8; a thread has every 16th row and column.
+ * Work split: a block keeps STAY rows in shared memory (keys of a kv head, or queries of a head).
+ * The rows of the other side pass through it, PASS at a time. One kernel serves both sides. With
+ * KEYS, K and V stay while Q and dO pass, which gives dK = dS^T Q and dV = P^T dO. Without KEYS, Q
+ * and dO stay while K and V pass, which gives dQ = dS K. The 8 warps cover a product as 4 x 2, the
+ * lanes as 4 x 8; a thread has every 16th row and column.
  *
  * Shared memory: SimtSmem<Tile> below. The staying rows are copied once. A step:
  *  barrier | copy the passing tiles | barrier | S, dP, P and dS to shared memory | barrier | sums
@@ -26,8 +26,8 @@ namespace {
 constexpr int SIMT_THREADS = 256;
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* Rows are 4 floats longer than their contents, so neighbouring rows start 4 banks apart. Then 4
- * or 8 lanes that read 16 bytes of as many rows have no bank conflict. */
+/* Rows are padded by 4 floats, so neighbouring rows start 4 banks apart. If 4 or 8 lanes read 16
+ * bytes of as many rows, there is then no bank conflict. */
 template <class Tile> struct SimtSmem {
     static constexpr int D = Tile::head_dim, STAY = Tile::stay, PASS = Tile::pass;
     static constexpr int row = D + 4, score_row = PASS + 4;        /* floats */
@@ -39,8 +39,8 @@ template <class Tile> struct SimtSmem {
     static_assert(row % 32 == 4 && score_row % 32 == 4, "rows start 4 banks apart");
 };
 
-/* Bank conflicts of storing P and dS: a warp stores single floats of 4 rows and 8 columns, so
- * two lanes share a bank, once a step. */
+/* The number of bank conflicts when P and dS are stored. A warp stores single floats of 4 rows and
+ * 8 columns, so two lanes use the same bank, once a step. */
 template <class Tile> constexpr int simt_store_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane)
@@ -103,16 +103,16 @@ __device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pa
     }
 }
 
-/* sum[a][..] += weights [staying][passing] times the passing tile. Up to head_dim 128 each tile
- * has a sum of its own, which is added at the end: one chain over all heads of a group rounds
- * worse than PyTorch does. 256 has no registers for that. */
+/* sum[a][..] += weights [staying][passing] times the passing tile. Up to head_dim 128 each passing
+ * tile has a sum of its own, which is added to `sum` at the end: one chain of additions over all
+ * heads of a group rounds worse than PyTorch does. At 256 there are no registers for that. */
 template <class Tile>
 __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::head_dim / 64],
                                          const float *weights_s, const float *pass_s) {
     typedef SimtSmem<Tile> S;
     constexpr int R = Tile::per_stay, C = Tile::head_dim / 64;
     constexpr bool OWN = C <= 2;
-    /* four column groups of 4 rows leave no registers for more */
+    /* with four groups of columns and 4 rows, a larger unroll has no registers */
     constexpr int AHEAD = C > 2 ? 1 : 2;
     float4 own[R][C] = {};
 #pragma unroll AHEAD
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
     /* this thread's first row and column; the others follow every 16 */
     const int my_row = warp / 2 * 4 + lane / 8, my_col = warp % 2 * 8 + lane % 8;
 
-    /* 3.1 what stays, what passes */
+    /* 3.1 which rows stay, and which pass */
     const int tiles = ((KEYS ? p.seq_k : p.seq_q) + STAY - 1) / STAY,
               heads = KEYS ? p.heads_kv : p.heads_q;
     /* under a causal mask, the tiles with the most work first */
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
     const float *v_g =
         (const float *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
 
-    /* 3.2 what stays, copied once: its addresses would take registers in the steps */
+    /* 3.2 copy the rows that stay, once; their addresses would take registers in the steps */
     if (pass.lo < pass.hi) {
         const float *q_g =
             (const float *)p.q.data + b * p.q.batch + my_head * p.q.head + s.q0 * p.q.row;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
         const Interval &passing = KEYS ? seeing : seen;
 #pragma unroll 1
         for (int at2 = pass.lo; at2 < pass.hi; at2 += PASS) {
-            /* 3.3 what passes */
+            /* 3.3 copy the rows that pass */
             __syncthreads(); /* the previous step's tiles have been read */
             copy_floats<Tile, PASS>(smem_s + S::pass_a * 4, pass_a_g + at2 * pass_a_row, pass_a_row,
                                     passing.lo - at2, passing.hi - at2, p.head_dim);

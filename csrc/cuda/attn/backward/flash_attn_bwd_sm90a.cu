@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_sm90a: the gradients of attention on Hopper's tensor cores, 16-bit, dense and
- * packed, every modifier, head_dim up to 128. FlashAttention-2's backward (Dao 2023,
+ * packed, every modifier, head_dim up to 128. It is FlashAttention-2's backward (Dao 2023,
  * arXiv:2307.08691, Algorithm 2) with the equations of bwd.cuh. The products are transposed, so
- * that P^T and dS^T in registers are already A operands of the next products:
+ * that the registers of P^T and dS^T are already A operands of the next products:
  *
  *  S^T = K Q^T   dP^T = V dO^T   P^T = 2^(c S^T - lse)   dS^T = P^T (dP^T - delta)
  *  dV += P^T dO   dK += dS^T Q   dQ^T = K^T dS^T
@@ -14,9 +14,9 @@
  *
  * Work split: a block owns 128 keys of one kv head. It loops over the rows that see them, BQ at a
  * time, for every query head of the group. One warp of the producer warpgroup loads by TMA. Each of
- * two consumer warpgroups owns 64 keys, with their S^T, dP^T, dK and dV. dQ sums over all keys: dS
- * goes through shared memory, and each warpgroup computes one half of dQ. It adds that half to
- * memory straight from its accumulators, 512 contiguous bytes a warp.
+ * two consumer warpgroups owns 64 keys, with their S^T, dP^T, dK and dV. dQ sums over all keys, so
+ * dS goes through shared memory, and each warpgroup computes one half of dQ. It adds that half to
+ * memory directly from its accumulators, 512 contiguous bytes a warp.
  *
  *  A step of a consumer                                   (tensor cores work in the background)
  *    issue S^T, dP^T;  wait for S^T;  P^T                  runs under dP^T
@@ -24,7 +24,7 @@
  *    issue most of dV;  barrier of both warpgroups;  issue dQ and the rest of dV
  *    wait for dQ;  issue dK;  wait for the next step's Q and dO
  *    add dQ to memory                                    runs under dK
- *    wait for dK;  the step after releases Q and dO, once its S^T is there
+ *    wait for dK;  the next step releases Q and dO, after its S^T
  *
  * Not handled: strides and offsets that TMA cannot describe (flash_attn_bwd_sm80). */
 #include "bwd_keys.cuh"
