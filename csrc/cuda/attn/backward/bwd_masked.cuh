@@ -136,7 +136,7 @@ __device__ __forceinline__ void next_step(const BwdMaskedParams &x, const BwdWor
     const int tile = w.j0 / GK_MASK_TILE;
     int head = at[BwdPlace::HEAD], left = at[BwdPlace::LEFT], index = at[BwdPlace::INDEX],
         kept = at[BwdPlace::KEPT];
-    __syncwarp();                                      /* all lanes have read */
+    __syncwarp(); /* all lanes have read */
     /* the step begins the next block of the list */
     if (i0 % GK_MASK_TILE == 0 || i0 >= w.seq.seq_q) {
         while (left == 0) {

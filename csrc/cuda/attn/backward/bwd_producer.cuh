@@ -72,11 +72,11 @@ struct BwdWork {
 
 /* The description of a step, written by the producer for the consumers. */
 struct BwdTileOf {
-    int tile;    /* index in the workspace, over all heads */
+    int tile; /* index in the workspace, over all heads */
     /* not 0: some pairs may be hidden. Masked kernel for head_dim up to 128: 2 plus the words'
      * first bit */
     int edge;
-    int i0;      /* the tile's first row */
+    int i0; /* the tile's first row */
     /* ALiBi slope, 0 = none. Masked kernels store the query head's number in these bits */
     float slope;
 };

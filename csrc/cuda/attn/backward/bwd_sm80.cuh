@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 }
                 /* dS^T of all warps is complete; dK needs that of two warps, dQ all */
                 __syncthreads();
-            } else {             /* a warp has few scores, so all of them are stored at once */
+            } else { /* a warp has few scores, so all of them are stored at once */
 #pragma unroll
                 for (int n = 0; n < NQ; ++n) {
                     store_scores<Scores, T>(scores_base, sc, n);

@@ -51,8 +51,8 @@ struct PairsParams {
     int64_t ld, from_head, to_head; /* strides */
     /* the query heads of the chunk are head0, head0 + head_step, and so on */
     int b, head0, head_step;
-    int i0;                         /* the chunk's first row */
-    int col0, col1;                 /* columns to write, multiples of 4 */
+    int i0;         /* the chunk's first row */
+    int col0, col1; /* columns to write, multiples of 4 */
 };
 
 /* Step 3 for one row: P and dS in the columns [col0, col1), 0 for pairs that the row does not see.
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS) clean_kernel(const __grid_constant__ 
 /* ---- 3. the pieces of a call ----------------------------------------------------------------- */
 struct Own {
     Bwd g;
-    bool clean;    /* the operands are copied by clean_kernel, and the products take all pairs */
+    bool clean; /* the operands are copied by clean_kernel, and the products take all pairs */
     /* true: the heads of an item belong to one kv head; false: each belongs to another kv head */
     bool of_group;
     int chunk, rows, heads;

@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fp8_decoded: attention of e4m3 codes by the float16 forward kernels, for calls whose
- * products outweigh two more passes over q, k, v and out. Sums are float32 whatever `accumulate`
- * says.
+ * products take much longer than two more passes over q, k, v and out. Sums are float32 for any
+ * `accumulate`.
  *
  *  1. decode    q' = q q_scale k_largest   k' = k (k_scale / k_largest)
  *               v' = v (v_scale / v_largest)   float16, in the workspace
  *  2. attend    out', lse = flash_attn_fwd(q', k', v') with every rule of the call; WGMMA on Hopper
  *  3. finish    out = v_largest out' + v_mean (1 - e^(sink - lse)); 0 if the row saw no key
  *
- * largest: over the scales of a sequence's and head's blocks. With one scale a head, k' and v' are
- * the codes themselves, which float16 holds exactly. Elements of q' beyond float16's largest
- * number, 65504, become that number: scores as large as theirs give all weight to one key. The plan
- * cannot avoid such calls, because the scales are on the device.
+ * k_largest and v_largest are the largest scales of the blocks of one sequence and head. With one
+ * scale a head, k' and v' are the codes themselves, which float16 represents exactly. Elements of
+ * q' beyond float16's largest number, 65504, become that number. Scores that large give all weight
+ * to one key anyway. The plan cannot refuse such calls, because the scales are on the device.
  *
  * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] e4m3; out [.., Sq, Dv] bf16, f16 or f32; lse [..,
  * Sq] float32.
  *
- * Workspace: q', k', v', out' contiguous, lse if the caller wants none, then the workspace of step
- * 2. Work split of steps 1 and 3: grid x = (block of 128 tokens, head, sequence). */
+ * Workspace: q', k', v', out' contiguous; lse, if the caller wants none; then the workspace of step
+ * 2. Work split of steps 1 and 3: grid x = (block of 128 tokens, head, sequence). If no float16
+ * kernel serves the inner call, the plan refuses. */
 #include "../../host/inner_call.cuh"
 #include "../softmax.cuh"
 #include "fp8.cuh"
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(THREADS) fp8_finish_kernel(FinishParams x) {
 }
 
 /* ---- 2. the inner attention ------------------------------------------------------------------ */
-/* A contiguous float16 tensor of t's shape. */
+/* A contiguous float16 tensor of t's shape, with `last` columns. */
 gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
     gk_tensor made = t;
     made.dtype = GK_F16;
@@ -187,7 +188,7 @@ InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *workspace) {
 bool plan_inner(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
     const gk_cuda_table *hopper = &gk_flash_attn_fwd_sm90a_table,
                         *any = &gk_flash_attn_fwd_sm80_table;
-    /* a build for 80 alone has no plan for Hopper */
+    /* the Hopper kernels have no plan in a build for compute capability 8.0 alone */
     if (gk_gpu_of(ctx->index)->arch == hopper->arch && hopper->plan &&
         hopper->plan(ctx, f, gk_plan_begin(to, NULL)))
         return true;
@@ -217,7 +218,7 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const Problem &p = own.call.problem;
     if (p.seq_k < fp8_decoded::least_keys || (int64_t)p.seq_q * p.group < fp8_decoded::least_rows)
         return false;
-    /* blocks of the grid, over all heads and sequences */
+    /* all blocks of a grid must fit in its x */
     const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS);
     if (!gk_grid_fits(gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) *
                       p.batch))

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fp8_sm80: attention of e4m3 codes on 16-bit tensor cores, for every GPU, dense and
- * packed, with every modifier and alignment. Codes become float16 on their way into shared memory,
- * which is exact. The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691) as in
- * flash_attn_fwd_sm80, with float32 sums whatever `accumulate` says:
+ * packed, with every modifier and alignment. Codes are converted to float16 on their way into
+ * shared memory, which is exact. The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691) as in
+ * flash_attn_fwd_sm80, with float32 sums for any `accumulate`:
  *
  *  S = scale q_scale k_scale Q K^T, -inf for keys that a row does not see
  *  P = e^(s - m)   O = O e^(m_old - m) + (P share) V
@@ -17,7 +17,8 @@
  *
  * Work split: grid x = (tile of BQ rows, head), the last tiles first. A warp owns 16 rows. Key
  * tiles begin at multiples of BKV, so that none spans two blocks of 128 tokens. The loads of a
- * block do not overlap its own products: two blocks share an SM instead. */
+ * block do not overlap its own products. Instead, two blocks run on an SM, so that one multiplies
+ * while the other loads. It refuses head_dims above 256. */
 #include "../../ptx/smem.cuh"
 #include "../../tile/copy.cuh"
 #include "../../tile/fragment.cuh"
@@ -39,8 +40,8 @@ template <int HEAD_DIM> struct Smem {
 };
 
 /* ---- 1. loading codes ------------------------------------------------------------------------ */
-/* Loads rows [from, end) of the tile and columns up to cols, a multiple of 8. The rest becomes
- * zeros and is not read. */
+/* Loads rows [from, end) and columns [0, cols) of a tile; cols is a multiple of 8. Sets the rest to
+ * zero without reading it. */
 template <class Tile>
 __device__ __forceinline__ void load_codes(smem_addr tile_s, const uint8_t *src_g,
                                            int64_t row_stride, int from, int end, int cols,
@@ -138,8 +139,9 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
     const uint8_t *q_g = (const uint8_t *)p.q.data + p.q.at(b, head, seq.q0 + i0);
     const uint8_t *k_g = (const uint8_t *)p.k.data + p.k.at(b, head_kv, seq.k0);
     const uint8_t *v_g = (const uint8_t *)p.v.data + p.v.at(b, head_kv, seq.k0);
-    /* In log2 units, where a weight is 2^(s - peak). Converting units inside the softmax would
-     * round s and peak differently, and a score above 2^31 would then get a weight of 0 or inf. */
+    /* Scores are in log2 units, where a weight is 2^(s - peak). A conversion inside the softmax
+     * would round s and peak differently, and a score above 2^31 would then get a weight of 0 or
+     * inf. */
     Score score = score_of(p, seq, b, head);
     score.scale *= LOG2_E;
     score.softcap *= LOG2_E;
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
     for (int n = 0; n < X::ND; ++n) o[0][n][0] = o[0][n][1] = o[0][n][2] = o[0][n][3] = 0;
     load_codes<QTile>(q_s, q_g, p.q.row, 0, rows, p.head_dim, params.q_aligned, thread);
 
-    /* 3.2 the keys, tile by tile */
+    /* 3.2 the loop over key tiles */
     for (int key0 = lo / BKV * BKV; key0 < hi; key0 += BKV) {
         __syncthreads(); /* all threads have read the previous tiles */
         load_codes<KvTile>(k_s, k_g + key0 * p.k.row, p.k.row, lo - key0, hi - key0, p.head_dim,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fp8_sm90a: attention of e4m3 codes on Hopper's 8-bit tensor cores, dense and packed,
- * for accumulate="fast". FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a stale softmax
- * reference (docs/numerics.md):
+ * for accumulate="fast". It is FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a stale
+ * softmax reference (docs/numerics.md):
  *
  *  S = Q K^T   s = scale q_scale k_scale S, -inf for keys that a row does not see
  *  P = 2^(s - m) as codes   O = O + (P share) V
@@ -12,8 +12,9 @@
  *
  * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] e4m3, with strides that TMA can describe; out [..,
  * Sq, Dv] bf16, f16 or f32; lse [.., Sq] float32. D and Dv are multiples of 8 up to HEAD_DIM and
- * HEAD_DIM_V; TMA fills the remaining columns with zeros. Sums of P V run over all keys in the
- * tensor cores' 14 bits. That is accurate enough for values without a mean, which v_mean restores.
+ * HEAD_DIM_V; TMA fills the remaining columns with zeros. P V is summed over all keys in the tensor
+ * cores' accumulators, which keep 14 bits. That is accurate enough if the caller has subtracted the
+ * mean from v; v_mean adds it again.
  *
  * Work split: as in flash_attn_fwd_sm90a. In the producer warpgroup one thread loads by TMA, one
  * warp finds the tiles and two warps transpose V in shared memory. Each consumer warpgroup owns 64
@@ -24,17 +25,16 @@
  *    issue O  += P_(j-1) V_(j-1)
  *    wait for S_j alone, release K_j
  *    P_j = 2^(S_j - m) as codes, in registers of their own  runs under O += P_(j-1) V_(j-1)
- *    wait for O, release V_(j-1); rows whose weights leave the codes redo the block
+ *    wait for O, release V_(j-1); rows whose weights leave the range of the codes redo the block
  *
- * At head_dim 256 O takes 128 registers, S 64 and P 32, and the weights overwrite S. K_j is then
- * released only when no row of the warpgroup must redo the block, because a redo multiplies S_j
- * again.
+ * At head_dim 256 O takes 128 registers, S 64 and P 32, and the weights overwrite S. A redo must
+ * then compute S_j again, so K_j is released only when it is known that no row of the warpgroup
+ * redoes the block.
  *
  * Not handled: accumulate="precise", softcap, ALiBi, strides and offsets that are not multiples of
  * 16 bytes, per-block scales with a left window or kv_start, per-block scales of q that end before
  * a tile's rows do, small seq_q with GQA. flash_attn_fp8_decoded and flash_attn_fp8_sm80 serve
- * those.
- */
+ * those. */
 #include "fp8_consumer.cuh"
 #include "fwd_loop.cuh"
 
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fp8_sm90a_kernel(const __grid_constant__ Fp8HopperParams x) {
     run_block<Tile>([](smem_addr smem_s) { fp8_begin_block<Tile>(smem_s); },
                     [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
-                        /* tells the compiler that the value is uniform over the warp */
+                        /* the shuffle shows the compiler that the value is uniform over the warp */
                         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
                         if (warp == 1) {
                             find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                             prefetch_tensormap(&x.f.q);
                             prefetch_tensormap(&x.f.k);
                             prefetch_tensormap(&x.f.v);
-                            /* wait until the previous kernel has written its results and read
+                            /* wait until the previous kernel has written its results and has read
                              * `out` */
                             griddepcontrol_wait();
                             fp8_load_tiles<Tile>(x.f, tiles, smem_s);
@@ -92,9 +92,9 @@ struct Fp8Key {
     enum {
         HEAD_DIM,
         HEAD_DIM_V,
-        BLOCKS, /* scales by block */
+        BLOCKS, /* 1: k or v has a scale for each block of tokens */
         SMEM,   /* bytes of shared memory */
-        ROWS    /* of a tile */
+        ROWS    /* rows of a tile */
     };
 };
 
@@ -105,7 +105,7 @@ bool serves(const gk_cuda_instance *instance, const gk_context *ctx,
     const int last = f.q.ndim - 1;
     const bool blocks =
         gk_attn_scale_of(a->k_scale).block != 0 || gk_attn_scale_of(a->v_scale).block != 0;
-    /* key blocks begin where blocks of scales do */
+    /* key blocks begin at the first key of a block of scales */
     const bool aligned = rules.window_left < 0 && !rules.kv_start;
     return !gk_attn_is_precise(a) && f.q.shape[last] <= instance->key[Fp8Key::HEAD_DIM] &&
            f.v.shape[last] <= instance->key[Fp8Key::HEAD_DIM_V] &&
@@ -171,8 +171,8 @@ const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false),
                                       ROW("d256", Fp8Hopper256, false),
                                       ROW("d256_block", Fp8Hopper256, true)};
 
-/* The time of the waves of tiles with this many rows, in units of a 128-row tile. Exact without
- * a mask, roughly right with one. */
+/* The time of a call with tiles of this many rows, in waves of 128-row tiles. It is exact without a
+ * mask and roughly right with one. */
 double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
     const int64_t batch = f.cu_seqlens_q ? f.cu_seqlens_q->shape[0] - 1 : f.q.shape[0];
     const int64_t tiles =
@@ -181,8 +181,8 @@ double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
            (rows > 128 ? FP8_WIDE_TILE : 1);
 }
 
-/* Takes the first instance that serves the call. For head_dim 128 there are two, and the one
- * whose waves take less time is taken. */
+/* Chooses the first instance that serves the call. Two serve head_dim 128, and the one whose waves
+ * take less time is chosen. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args &f = ((const gk_flash_attn_fp8_args *)args)->fwd;
     const bool narrow = waves_of(ctx, f, 128) < waves_of(ctx, f, 192);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_drop_sm80: attention with dropout on tensor cores, 16-bit, dense and packed,
- * every modifier. The kernel is in fwd_sm80.cuh. Three head_dims serve all, to save compile
+/* flash_attn_fwd_drop_sm80: attention with dropout on tensor cores, 16-bit, dense and packed, every
+ * modifier. The kernel is in fwd_sm80.cuh. Every head_dim uses one of three tiles, to save compile
  * time. Not handled: float32, unaligned rows (flash_attn_fwd_plain). */
 #include "fwd_sm80.cuh"
 

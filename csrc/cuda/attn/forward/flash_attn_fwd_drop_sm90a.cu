@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_drop_sm90a: attention with dropout on Hopper's tensor cores, 16-bit, dense and
- * packed. The equations and the steps are those of flash_attn_fwd_sm90a, with
+ * packed. The equations and the steps are those of flash_attn_fwd_sm90a. Two equations differ:
  *
  *  O = O + (P Z) V   out = O / ((1 - p) (sum P + 2^(sink - m)))
  *
  * Z is 1 for pairs that are kept and 0 for others (csrc/formats/attn_dropout.h). A consumer warp
  * draws the bits of its rows in registers after it has issued the products of a step, so that
- * Philox runs while the tensor cores work. Nothing is stored (fwd_drop.cuh).
+ * Philox runs while the tensor cores work. The bits are never stored (fwd_drop.cuh).
  *
- * Not handled, served by flash_attn_fwd_drop_sm80: softcap, ALiBi, head_dim above 128, calls with
- * so few tiles that their keys are split, several heads in a tile, a float32 result, 2^31 rows. */
+ * Not handled: softcap, ALiBi, head_dim above 128, calls with so few tiles that their keys are
+ * split, calls with several heads in a tile, a float32 result, 2^31 rows or more.
+ * flash_attn_fwd_drop_sm80 serves those. */
 #include "fwd_drop.cuh"
 #include "fwd_kernel.cuh"
 
@@ -64,7 +65,8 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), S::K::box(), &x.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), S::V::box(), &x.v);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
-    /* without an early start: the consumers read the seed, which the previous kernel may write */
+    /* The launch does not start early: the consumers read the seed, which the previous kernel may
+     * write. */
     if (status == GK_OK)
         status = launch<flash_attn_fwd_drop_sm90a_kernel<T, Tile>>(
             op, ctx, dim3((unsigned)x.schedule.blocks), S::THREADS, S::BYTES, x);

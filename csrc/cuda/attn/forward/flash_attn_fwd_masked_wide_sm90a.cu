@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_masked_wide_sm90a: flash_attn_fwd_masked_sm90a for head_dim, of q or of v, from
- * 129 to 256. It computes the same, takes the same operands and has the same kernel
- * (fwd_masked_call.cuh), with steps of 64 keys: 128 keys of K and V do not fit into shared memory
- * twice, and 128 scores a row do not fit into the registers beside O.
+/* flash_attn_fwd_masked_wide_sm90a: flash_attn_fwd_masked_sm90a if head_dim of q or v is from 129
+ * to 256. It computes the same, takes the same operands and uses the same kernel
+ * (fwd_masked_call.cuh), but with steps of 64 keys. Two stages of 128 keys do not fit in shared
+ * memory, and 128 scores a row do not fit in the registers beside O.
  *
- * A block of 128 keys in a mask's list takes two steps. They share the kind of the block and its
- * words: the first step reads the low halves, the second one the high halves. The last block of
- * keys takes one step if its second half has no key. The bias comes in boxes of 64 rows x 64 keys,
- * and the bias by distance as 192 numbers a step.
+ * A block of 128 keys in a mask's list takes two steps. Both use the kind and the words of the
+ * block: the first step reads the low halves of the words, the second one the high halves. The last
+ * block of keys takes one step if its second half has no key. TMA loads a bias [.., Sq, Sk] in
+ * boxes of 64 rows x 64 keys. A bias by distance takes 192 numbers a step.
  *
  * Shared memory of head_dim 256: Q 64 KiB, two stages of K and of V 128 KiB, a bias [.., Sq, Sk] 16
  * KiB, words 4 KiB, descriptions of tiles 1 KiB: 213 of 227 KiB.
  *
- * Not handled: what flash_attn_fwd_masked_sm90a does not handle either. */
+ * Not handled: the same masks, biases, modifiers and calls as in flash_attn_fwd_masked_sm90a. */
 #include "fwd_masked_call.cuh"
 #include "masked_tiles.h"
 

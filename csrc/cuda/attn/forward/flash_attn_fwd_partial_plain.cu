@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_partial_plain: flash_attn_fwd_plain with a float32 out for any q (float64 for
- * float64 inputs), which may be merged with what out and lse hold. It serves what the tiled
- * kernels refuse. */
+ * float64 inputs). The result may be merged with the old values of out and lse. It serves calls
+ * that the tiled kernels refuse. */
 #include "fwd_plain.cuh"
 
 namespace {

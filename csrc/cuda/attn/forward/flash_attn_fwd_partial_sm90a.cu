@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_partial_sm90a: flash_attn_fwd_sm90a with an unrounded float32 out, which context
- * parallelism adds up. The result may be merged with an attention over other keys (out_0, lse_0)
- * that out and lse hold:
+/* flash_attn_fwd_partial_sm90a: flash_attn_fwd_sm90a with an unrounded float32 out, for context
+ * parallelism. The result may be merged with an attention over other keys (out_0, lse_0), which out
+ * and lse hold before the call:
  *
  *  lse = log(e^lse_0 + e^lse_1)    out = out_0 e^(lse_0 - lse) + out_1 e^(lse_1 - lse)
  *
@@ -9,12 +9,13 @@
  * launch. q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] bfloat16; out [.., Sq, Dv] float32, rows
  * aligned to 8 bytes; lse [.., Sq] float32. The kernel is in fwd_kernel.cuh.
  *
- * Not handled: float16, softcap and ALiBi, head_dim over 128, split keys. Partial results in the
- * workspace and a merge serve those (fwd_work.cuh). */
+ * Not handled: float16, softcap and ALiBi, head_dim over 128, split keys. The other kernels serve
+ * those with partial results in the workspace and a merge (fwd_work.cuh). */
 #include "fwd_kernel.cuh"
 
 namespace {
 
+/* True if every row begins at a multiple of 8 bytes. */
 bool rows_of_pairs(const gk_tensor &t) {
     if ((uintptr_t)t.data % 8 != 0) return false;
     for (int d = 0; d < t.ndim - 1; ++d)

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_plain: attention with one warp a row, for what the tiled kernels refuse: float64,
- * rows that are not aligned to 16 bytes, float32 with dropout, a mask or biases, and a head_dim
- * above 256 that flash_attn_fwd_wide_sm90a does not serve. The kernel, in
- * fwd_plain.cuh, takes every dtype and modifier, dense and packed. Here is also the kernel that
- * computes single rows again after the tiled kernels with masks (fwd_mend.cuh). */
+/* flash_attn_fwd_plain: attention with one warp a row, for the calls that the tiled kernels refuse:
+ * float64, rows that are not aligned to 16 bytes, float32 with dropout, a mask or biases, and a
+ * head_dim above 256 that flash_attn_fwd_wide_sm90a does not serve. The kernel is in fwd_plain.cuh.
+ * It takes every dtype and modifier, dense and packed.
+ *
+ * This file also has the kernel that computes single rows again after the tiled kernels with masks
+ * (fwd_mend.cuh). */
 #include "fwd_mend.cuh"
 #include "fwd_plain.cuh"
 

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_scores_sm80: attention with a mask, a bias or a distance bias on tensor cores by
  * mma.sync, 16-bit, dense, with every modifier. The kernel is in fwd_sm80.cuh; ../scores_mma.cuh
- * reads the mask and the biases. A second kernel (fwd_mend.cuh) computes rows again that a NaN
- * behind a hidden key has spoilt.
+ * reads the mask and the biases. If NaN of a hidden key has reached rows of the result, a second
+ * kernel (fwd_mend.cuh) computes them again.
  *
- * It serves the calls that flash_attn_fwd_masked_sm90a and flash_attn_fwd_masked_wide_sm90a do not:
+ * It serves the calls that flash_attn_fwd_masked_sm90a and flash_attn_fwd_masked_wide_sm90a refuse:
  * GPUs other than Hopper, a mask together with causal or a window, softcap, ALiBi, dropout, biases
  * that broadcast over keys or are float32, two biases. There are tiles for three head_dims only, to
  * save compile time.
  *
- * Workspace: partial results if the keys are split, then one byte for each tile (fwd_mend.cuh).
- * Not handled: float32, unaligned rows (flash_attn_fwd_plain). */
+ * Workspace: partial results if the keys are split, then one byte for each tile (fwd_mend.cuh). Not
+ * handled: float32, unaligned rows (flash_attn_fwd_plain). */
 #include "fwd_mend.cuh"
 #include "fwd_sm80.cuh"
 #include "../scores_tiles.h"

@@ -40,15 +40,16 @@ template <class Tile> struct Smem {
                   "threads tile S, O");
 };
 
-/* Bank conflicts of reading K: 16 threads read 16 rows of one chunk; the other 16 read the same. */
+/* The number of bank conflicts when K is read: 16 threads read 16 rows of one chunk, and the other
+ * 16 read the same. */
 template <class KvTile> constexpr int key_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane) at[lane] = KvTile::offset(lane % 16, 5);
     return ways(at, 16);
 }
 
-/* Bank conflicts of writing P: two rows with 16 keys each, in four chunks. Both rows are in the
- * same half of the banks. */
+/* The number of bank conflicts when P is written: two rows with 16 keys each, in four chunks. Both
+ * rows are in the same half of the banks. */
 template <class PTile> constexpr int weight_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane) at[lane] = PTile::offset_of(lane / 16, lane % 16, 4);
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     const float *v_g = (const float *)p.v.data + p.v.at(work.b, head_kv, seq.k0 + keys.lo);
     const Score modifiers = score_of(p, seq, work.b, work.head);
 
-    RowSoftmax<ExpByTwo> softmax[ROWS]; /* sum: this thread's share */
+    RowSoftmax<ExpByTwo> softmax[ROWS]; /* sum: over this thread's keys */
     float4 o[ROWS][MINE];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -109,7 +110,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         for (int c = 0; c < MINE; ++c) o[i][c] = make_float4(0, 0, 0, 0);
     }
 
-    /* 2.2 the keys, tile by tile. Rows from keys.hi on, which may hold NaN, become zeros. */
+    /* 2.2 the loop over key tiles. Rows of K and V from keys.hi on, which may hold NaN, become
+     * zeros. */
     if (keys.tiles > 0) {
         copy_tile_async<QTile, THREADS>(q_s, q_g, p.q.row, rows, p.head_dim, thread);
         copy_tile_async<KvTile, THREADS>(k_s, k_g, p.k.row, keys.hi - keys.lo, p.head_dim, thread);
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         __syncwarp(); /* P must be read before the next tile overwrites it */
     }
 
-    /* 2.3 results: to the tensors, or to a partial result in the workspace */
+    /* 2.3 the results go to the tensors, or to a partial result in the workspace */
     const bool whole = params.splits == 1;
     const float sink = whole ? sink_of(p, work.head) : -INFINITY;
     float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + work.split * params.split_rows;

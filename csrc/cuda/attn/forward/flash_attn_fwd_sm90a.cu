@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_sm90a: attention on Hopper's tensor cores, 16-bit, dense and packed, every
- * modifier. FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a stale softmax reference
- * (stale_softmax.cuh):
+ * modifier. It is FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a stale softmax
+ * reference (stale_softmax.cuh):
  *
  *  S = Q K^T   s = score(S), -inf for keys that a row does not see   P = 2^(s - m)   O = O + P V
  *  out = O / (sum P + 2^(sink - m))   lse = m + log(sum P + 2^(sink - m))
@@ -13,17 +13,17 @@
  * Work split: a block stays on its SM and takes one tile of queries after another
  * (fwd_schedule.cuh). In the producer warpgroup one warp finds the tiles and one thread loads Q, K
  * and V by TMA. Each consumer warpgroup owns 64 rows of S and O. If the tiles would not fill the
- * GPU, the keys of a tile are split; partial results go through the workspace.
+ * GPU, the keys of a tile are split. The partial results then go through the workspace.
  *
  *  A step of a consumer, key block j                        (tensor cores work in the background)
  *    issue S_j = Q K_j^T
  *    issue O  += P_(j-1) V_(j-1)
  *    wait for S_j alone, release K_j
  *    P_j = 2^(S_j - m)                                      runs under O += P_(j-1) V_(j-1)
- *    wait for O, release V_(j-1); rows that are out of range redo the block
+ *    wait for O, release V_(j-1); rows whose sums left float's range redo the block
  *
- * Not handled: strides and offsets that TMA cannot describe, and scales that a stale reference
- * cannot take. flash_attn_fwd_sm80 serves those. */
+ * Not handled: strides and offsets that TMA cannot describe, and a scale or softcap outside the
+ * range of fwd_score.cuh. flash_attn_fwd_sm80 serves those. */
 #include "fwd_kernel.cuh"
 
 namespace {
@@ -47,8 +47,8 @@ const gk_cuda_instance instances[] = {
     ROWS("d128", FwdHopper128), ROWS("d192_128", FwdHopper192v128),  ROWS("d192", FwdHopper192),
     ROWS("d256", FwdHopper256)};
 
-/* Takes the first instance that serves the call. Short sequences skip those with 192 rows, whose
- * tiles waste more. */
+/* Chooses the first instance that serves the call. Short sequences skip instances with 192 rows,
+ * whose tiles waste more. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     const int64_t seq_q = a->cu_seqlens_q ? a->max_seqlen_q : a->q.shape[2];

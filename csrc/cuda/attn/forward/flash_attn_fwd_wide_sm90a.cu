@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_wide_sm90a: flash_attn_fwd_sm90a for head_dim, of q or of v, from 257 to 512. The
+/* flash_attn_fwd_wide_sm90a: flash_attn_fwd_sm90a if head_dim of q or v is from 257 to 512. The
  * equations and the kernel are those of flash_attn_fwd_sm90a (fwd_kernel.cuh), with K and V in
  * halves (fwd_wide.cuh):
  *
@@ -8,13 +8,14 @@
  * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv] of 16 bits, dense or packed, with
  * strides that TMA can describe; out may be float32; lse [.., Sq] float32.
  *
- * Work split: O of 512 columns does not fit into the registers of a warpgroup. So the kernel runs
+ * Work split: O of 512 columns does not fit in the registers of a warpgroup. So the kernel runs
  * once for each 256 columns of v, and each run computes the scores again. With D = Dv = 512 that is
- * 1.5 times the products of the call. Each run has the bits of a call with these columns of v
- * alone. The first run writes lse. The runs use the same workspace, one after the other.
+ * 1.5 times the products of the call. Each run gives the same bits as a call with these columns of
+ * v alone. The first run writes lse. The runs use the same workspace, one after the other.
  *
- * Not handled: dropout, a mask, biases, and results that accumulate, whose old lse the first run
- * would overwrite. flash_attn_fwd_plain and flash_attn_fwd_partial_plain serve those. */
+ * Not handled: dropout, a mask, biases, and results that accumulate. (The first run would overwrite
+ * the old lse, which the second one needs.) flash_attn_fwd_plain and flash_attn_fwd_partial_plain
+ * serve those. */
 #include "fwd_wide.cuh"
 
 namespace {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8.cuh: shared by the kernels of flash_attn_fp8: the call, its scales on the device, the
- * conversion of e4m3 codes to float16, and stores of any result dtype. q, k and v are codes:
+/* fp8.cuh: what the three kernels of flash_attn_fp8 have in common: the call, its scales on the
+ * device, the conversion of e4m3 codes to float16, and stores of any result dtype. q, k and v are
+ * codes:
  *
  *  s_ij = scale q_scale k_scale (q_i . k_j)
  *  out_i = v_scale sum_j p_ij v_j + v_mean sum_j p_ij */
@@ -12,14 +13,16 @@
 #include "fwd_rows.cuh"
 
 /* ---- scales ---------------------------------------------------------------------------------- */
+/* The scale of a token; 1 if there are no scales. */
 __device__ __forceinline__ float fp8_scale(const gk_attn_scale &s, int b, int head, int token) {
     return s.data ? s.data[b * s.batch + head * s.head + token / GK_ATTN_SCALE_TOKENS * s.block]
                   : 1.f;
 }
 
-/* The largest v scale of keys [lo, hi). The final sum is multiplied by it, and each weight by
- * its block's share (fp8_share, at most 1) before it meets v. With one scale for all keys,
- * `largest` is that scale. All lanes of a warp take part. */
+/* The largest v scale of keys [lo, hi). The final sum is multiplied by it. Before a weight is
+ * multiplied by v, it is multiplied by its block's share, which is the block's scale divided by the
+ * largest one (fp8_share). With one scale for all keys, the largest is that scale and the shares
+ * are 1. All lanes of a warp take part. */
 __device__ __forceinline__ float fp8_largest(const gk_attn_scale &s, int b, int head, int lo,
                                              int hi) {
     if (s.block == 0 || !s.data) return fp8_scale(s, b, head, 0);
@@ -36,21 +39,22 @@ __device__ __forceinline__ float fp8_share(const gk_attn_scale &s, float largest
                                            int token) {
     if (s.block == 0 || !s.data) return 1.f;
     const float scale = fp8_scale(s, b, head, token);
-    return largest > 0 ? scale / largest : scale; /* all scales are 0, or one is NaN */
+    /* if `largest` is 0, all scales are 0 or one is NaN */
+    return largest > 0 ? scale / largest : scale;
 }
 
-/* The factor of Q K^T for a kernel that multiplies each sum once: first times the next scale, whose
- * size ends at 2^100. Then a sum of codes times the factor is finite, and sums of 0 stay 0. NaN
- * stays NaN. An infinite scale makes NaN, as it does beside a code of 0. */
+/* The product first times scale, limited to +-2^100, for a kernel that multiplies each sum of Q K^T
+ * once. With this limit a sum of codes times the factor is finite, and sums of 0 stay 0. NaN stays
+ * NaN. An infinite scale gives NaN, which is what it gives for a code of 0 as well. */
 __device__ __forceinline__ float fp8_saturated(float first, float scale) {
     const float product = first * scale, most = 0x1p100f;
     const float kept = product > most ? most : product < -most ? -most : product;
     return kept + (first - first) + (scale - scale);
 }
 
-/* Two factors of Q K^T for a kernel that may multiply each sum twice. Their product is scale
- * q_scale k_scale. A sum times one and then the other overflows or underflows only if the result
- * does. second is 1 unless the product of the scales leaves float32's normal range. */
+/* Two factors for a kernel that may multiply each sum of Q K^T twice. Their product is scale
+ * q_scale k_scale. A sum times both factors overflows or underflows only if the result does.
+ * `second` is 1 unless the product of the scales leaves float32's normal range. */
 struct Fp8Factors {
     float first, second;
 };
@@ -70,7 +74,7 @@ __device__ __forceinline__ Fp8Factors fp8_factors(float scale, float q_scale, fl
 
 /* ---- codes ----------------------------------------------------------------------------------- */
 /* Converts two e4m3 codes, in the high bytes of a register's halves, to float16, whose exponent
- * bias is 8 larger. The NaN code comes out as 480, which no other code gives. */
+ * bias is 8 larger. The NaN code becomes 480, which no other code gives. */
 __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t high) {
     const uint32_t bits = (high & 0x80008000u) | (high & 0x7f007f00u) >> 1;
     const __half2 h = __hmul2(*(const __half2 *)&bits, __float2half2_rn(256.f));

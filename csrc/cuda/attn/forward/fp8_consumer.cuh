@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fp8_sm90a, and the store
- * of its results.
+/* fp8_consumer.cuh: the work of a consumer warpgroup on one tile of flash_attn_fp8_sm90a, and the
+ * store of its results. flash_attn_fp8_sm90a.cu has the equations and the order of a step.
  *
  * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
- * weights P as e4m3 codes, and O += P V. The row reference m stays until a weight leaves the range
- * of the codes; the row then redoes its block with a new m. flash_attn_fp8_sm90a.cu describes the
- * steps. */
+ * weights P as e4m3 codes, and O += P V. The reference m of a row stays until a weight leaves the
+ * range of the codes. The row then redoes its block with a new m. */
 #ifndef GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 #define GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 
@@ -17,8 +16,8 @@
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
 
-/* BLOCKS: k or v has a scale for each 128 tokens. Layout: s[4 n + 2 r + e] is row r of the
- * lane's two rows, column 8 n + e. */
+/* BLOCKS: k or v has a scale for each 128 tokens. Layout: s[4 n + 2 r + e] is row r of the lane's
+ * two rows and column 8 n + e. */
 template <class Tile, bool BLOCKS> struct Fp8Consumer {
     typedef Smem<Tile> S;
     typedef tma_steps<Tile::STAGES> Steps;
@@ -27,16 +26,17 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     const Fp8HopperParams &x;
     const smem_addr smem_s;
     const int warpgroup;
-    float s[N * 4], o[ND * 4]; /* scores; output */
-    uint32_t p[N], next[N];    /* weights as the A operand of P V; weights of the next block */
-    /* the reference of each row in log2 units; this lane's share of the sum of weights */
+    float s[N * 4], o[ND * 4]; /* S; O */
+    uint32_t p[N], next[N];    /* P of the previous block, the A operand of P V; P of this block */
+    /* each row's reference in log2 units; this lane's part of each row's sum of weights */
     float m[2], total[2];
     float sum[2]; /* the sum of the current block's weights */
-    /* bit 7 of a byte is set if a weight of the row reached the largest code or is NaN */
+    /* bit 7 of a byte is 1 if a weight of the row reached the largest code or is NaN */
     uint32_t ends[2];
-    /* scale of Q K^T in log2 units, without a per-block scale of k; scale of v */
+    /* The scale of Q K^T in log2 units, without k's scale if BLOCKS; the scale of v, with BLOCKS
+     * the largest one. */
     float score, value;
-    /* the block's scale of S in log2 units; the block's v scale relative to `value` */
+    /* the present block's scale of S in log2 units; its v scale divided by `value` */
     float unit, share;
 
     __device__ __forceinline__ Fp8Consumer(const Fp8HopperParams &x, smem_addr smem_s,
@@ -49,6 +49,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     static __device__ __forceinline__ void release(smem_addr barrier_s) {
         if (mov_tid_x() % 128 == 0) mbarrier_arrive(barrier_s);
     }
+    /* A barrier of the warpgroup. */
     __device__ __forceinline__ void together() const { bar_sync(1 + warpgroup, 128); }
 
     /* ---- scales ------------------------------------------------------------------------------ */
@@ -61,12 +62,13 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         else
             unit = unit_of(fp8_saturated(score, fp8_scale(x.k_scale, b, head_kv, 0)));
     }
-    /* Called right before the last P V, which hides the load. The loop has no register for the
-     * value. */
+    /* Loads v's scale. It is called right before the last P V, which hides the load. During the
+     * loop there is no register for the scale. */
     __device__ __forceinline__ void end_tile(const FwdTile &t) {
         if (!BLOCKS) value = fp8_scale(x.v_scale, t.work.b, t.from.head_kv, 0);
     }
-    /* Replaces a scale of 0, because 0 times -inf is NaN, by a number whose products vanish. */
+    /* Replaces a scale of 0 by a number so small that its products vanish. 0 itself would give NaN
+     * for hidden scores of -inf. */
     static __device__ __forceinline__ float unit_of(float unit) {
         return unit == 0 ? 0x1p-120f : unit;
     }
@@ -99,7 +101,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 
     /* ---- weights ----------------------------------------------------------------------------- */
-    /* Gives weight 0 to the keys that a row does not see. */
+    /* Sets the scores of keys that a row does not see to the infinity whose weight is 0. */
     __device__ __forceinline__ void mask(const FwdTile &t, int j) {
         const float none = unit < 0 ? INFINITY : -INFINITY;
         const int key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0),
@@ -118,10 +120,10 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         }
     }
 
-    /* Computes the weights of a block with the present references, their sums, and which rows
-     * left the range of the codes. */
+    /* Computes the weights of a block with the present references, their sums, and which rows left
+     * the range of the codes. */
     __device__ __forceinline__ void weigh() {
-        /* two chains a row, because consecutive additions wait for each other */
+        /* two sums a row, because consecutive additions to one sum wait for each other */
         float part[4] = {0, 0, 0, 0};
         ends[0] = ends[1] = 0;
 #pragma unroll
@@ -149,12 +151,13 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         }
         sum[0] = part[0] + part[2];
         sum[1] = part[1] + part[3];
-        if (BLOCKS) /* a small share may hide large weights from the codes */
+        if (BLOCKS) /* with a small share, large weights do not show in the codes */
             for (int r = 0; r < 2; ++r) ends[r] |= sum[r] < 0x1p80f ? 0u : 0x80u;
     }
+    /* True if this lane saw a weight of row r leave the range. */
     __device__ __forceinline__ bool leaves(int r) const { return ends[r] & 0x80808080u; }
-    /* True if a row of the warp left the range. Without KEEPS_SCORES the whole warpgroup
-     * decides, because it multiplies the scores again. */
+    /* True if a row of the warp left the range. Without KEEPS_SCORES: if a row of the warpgroup
+     * did, because the whole warpgroup then multiplies the scores again. */
     __device__ __forceinline__ bool any_leaves() const {
         const bool mine = ((ends[0] | ends[1]) & 0x80808080u) != 0;
         return Tile::KEEPS_SCORES ? __any_sync(0xffffffffu, mine)
@@ -170,6 +173,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             top = fmaxf(top, fmaxf(s[4 * n + 2 * r] * unit, s[4 * n + 2 * r + 1] * unit));
         return quad_max(top);
     }
+    /* Sets the reference of each row by its largest score in the first block. */
     __device__ __forceinline__ void refer() {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -177,7 +181,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             m[r] = top == -INFINITY ? STALE_NOTHING : top - FP8_WEIGHT_LOG2;
         }
     }
-    /* Redoes block j: rows that left the range get a new reference, and O is rescaled. Other
+    /* Redoes block j. Rows that left the range get a new reference, and their O is rescaled. Other
      * rows get the same bits as before. */
     __device__ __forceinline__ void redo(const FwdTile &t, smem_addr q_s, int first, int j) {
         if (!Tile::KEEPS_SCORES) {
@@ -201,8 +205,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
 #pragma unroll
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
     }
-    /* Moves the block's weights into the operand registers. The opaque zero keeps the compiler
-     * from writing them there while the previous product still reads them. */
+    /* Moves the block's weights into the operand registers and adds their sums. The opaque zero
+     * keeps the compiler from writing the weights there while the previous product still reads
+     * these registers. */
     __device__ __forceinline__ void taken() {
         uint32_t zero = 0;
         opaque(zero);
@@ -213,7 +218,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 
     /* ---- a tile ------------------------------------------------------------------------------ */
-    /* S and weights of the tile's first key block, which set the reference. */
+    /* The tile's first key block: computes S, sets the references and computes the weights. */
     __device__ __forceinline__ void first_block(const FwdTile &t, smem_addr q_s, int step) {
         begin_block(t, 0);
         k_ring().wait_full(step);
@@ -229,8 +234,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         taken();
     }
 
-    /* Step j > 0 of the tile: S of this block and P V of the previous one, then the weights.
-     * Returns true if some row left the range of the codes. */
+    /* Step j > 0 of the tile: S of this block and P V of the previous one, then this block's
+     * weights. EDGE: some row does not see all keys of the block. Returns true if some row left the
+     * range of the codes. */
     template <bool EDGE>
     __device__ __forceinline__ bool take_block(const FwdTile &t, smem_addr q_s, int first, int j) {
         const Steps k = k_ring(), v = v_ring();
@@ -247,8 +253,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         weigh();
         const bool again = any_leaves();
         if (!Tile::KEEPS_SCORES && !again) release(k.empty(step));
-        /* This barrier completed its only phase at the start. Its loop ends a basic block:
-         * without that, ptxas moves the exponentials below the wait for O. */
+        /* This barrier completed its only phase at the start, so the wait never blocks. Its loop
+         * ends a basic block. Without that, ptxas moves the exponentials behind the wait for O. */
         mbarrier_wait(smem_s + S::OVER, 0);
         wgmma_wait_group<0>();
         wgmma_pin(o);
@@ -256,8 +262,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         return again;
     }
 
-    /* All key blocks after the first. The inner loop serves blocks without a mask and contains
-     * neither masking nor redo code. A masked block or a redo leaves the loop and re-enters it. */
+    /* All key blocks after the first. The inner loop serves blocks whose keys every row sees. It
+     * contains neither masking nor redo code. A block with a mask, or a redo, leaves the loop and
+     * re-enters it. */
     __device__ __forceinline__ void other_blocks(const FwdTile &t, smem_addr q_s, int first,
                                                  int own) {
         const int plain_first = t.keys.plain_first, plain_end = min(t.keys.plain_end, own);
@@ -282,6 +289,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         }
     }
 
+    /* The last P V of the tile. */
     __device__ __forceinline__ void last_values(int step) {
         const Steps v = v_ring();
         v.wait_full(step);
@@ -291,7 +299,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         release(v.empty(step));
     }
 
-    /* Releases key blocks that only other warpgroups read, after all four warps have seen them
+    /* Releases key blocks that only other warpgroups read, once all four warps have seen them
      * full. */
     __device__ __forceinline__ void pass(int step, int blocks) const {
         const Steps k = k_ring(), v = v_ring();
@@ -318,9 +326,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             *(float4 *)((float *)to + at) = make_float4(y[0], y[1], y[2], y[3]);
     }
 
-    /* Stores O and lse to the tensors, or without the sink to a split's part of the workspace. A
-     * lane has four neighbouring columns of each 16. n: the tile's number, which selects its
-     * v_mean. */
+    /* Stores O and lse to the tensors. If the keys are split, it stores them without the sink to
+     * the split's part of the workspace. A lane has four neighbouring columns of each 16
+     * (fp8_transpose). n: the number of the tile, which selects its copy of v_mean. */
     __device__ __forceinline__ void store(const FwdTile &t, int n) const {
         const FwdParams &f = x.f.fwd;
         const Problem &p = f.problem;
@@ -346,7 +354,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             for (int c = 0; c < ND / 2; ++c) {
                 const int col = 16 * c + 4 * quad;
                 if (col >= p.head_dim_v) continue;
-                /* columns 0, 2 and 1, 3 of the four */
+                /* left has columns 0 and 2 of the four, right has columns 1 and 3 */
                 const float *left = o + 8 * c + 2 * r, *right = left + 4;
                 float four[4] = {left[0] * factor, right[0] * factor, left[1] * factor,
                                  right[1] * factor};
@@ -363,7 +371,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 };
 
-/* Processes tile after tile. */
+/* The loop of a consumer warpgroup over the block's tiles. */
 template <class Tile, bool BLOCKS>
 __device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr smem_s,
                                             const FwdTile *tiles, int warpgroup) {
@@ -393,7 +401,7 @@ __device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr 
             clear(c.o);
             c.m[0] = c.m[1] = 0;
             c.total[0] = c.total[1] = 0;
-            c.together(); /* all four warps have seen this phase of the barrier */
+            c.together(); /* all four warps have seen Q's barrier complete */
             c.release(q.empty(n));
         }
         c.pass(step + own, blocks - own);

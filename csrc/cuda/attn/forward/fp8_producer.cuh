@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8_producer.cuh: the producer warpgroup of flash_attn_fp8_sm90a, and what the block keeps in
- * shared memory. One thread loads Q, K and V by TMA; two warps transpose V. The next tile and
- * its keys are found as in flash_attn_fwd_sm90a (find_tiles in fwd_producer.cuh). */
+/* fp8_producer.cuh: the producer warpgroup of flash_attn_fp8_sm90a, and the layout of its shared
+ * memory. One thread loads Q, K and V by TMA. Two warps transpose V. Another warp finds tiles and
+ * their keys as in flash_attn_fwd_sm90a (find_tiles in fwd_producer.cuh). */
 #ifndef GPUKERN_CUDA_ATTN_FP8_PRODUCER_CUH
 #define GPUKERN_CUDA_ATTN_FP8_PRODUCER_CUH
 
@@ -17,20 +17,20 @@
 struct Fp8HopperParams {
     FwdHopperParams f; /* q, k, v: boxes of 128 columns; out is not stored by TMA */
     gk_attn_scale q_scale, k_scale, v_scale;
-    gk_attn_mean mean; /* vectors of four, aligned to 16 bytes */
+    gk_attn_mean mean; /* can be read as vectors of four floats, aligned to 16 bytes */
     gk_dtype out_dtype;
 };
 
 constexpr int FP8_BOX = 128; /* columns of a TMA box and of a panel */
 
-/* A WGMMA operand of ROWS rows and COLS codes; columns are k. Columns past head_dim are zero.
- * Panels of 128 columns follow each other. */
+/* A WGMMA operand of ROWS rows and COLS codes, where columns are k. Columns from head_dim on are
+ * zeros. Panels of 128 columns follow each other. */
 template <int ROWS, int COLS> struct Fp8Rows {
     typedef wgmma_tile<ROWS, false, FP8_BOX> panel;
     static constexpr int panels = (COLS + FP8_BOX - 1) / FP8_BOX, panel_bytes = panel::bytes,
                          bytes = panels * panel_bytes;
     static constexpr GK_HD smem_box box() { return wgmma_box(1, ROWS); }
-    /* The descriptor of 32 columns from `col` on, rows from `row` on. */
+    /* The descriptor of the 32 columns from `col` on and of the rows from `row` on. */
     static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {
         return wgmma_descriptor_add(panel::descriptor(tile_s), col / FP8_BOX * panel_bytes +
                                                                    panel::offset(row) +
@@ -43,8 +43,8 @@ template <class Tile> struct Fp8Smem {
     static constexpr int TRANSPOSERS = 2; /* warps */
     typedef Fp8Rows<BQ, Tile::HEAD_DIM> Q;
     typedef Fp8Rows<Tile::BKV, Tile::HEAD_DIM> K;
-    typedef Fp8Rows<Tile::BKV, Tile::HEAD_DIM_V> V; /* as loaded */
-    /* transposed: a row holds BKV keys of its 128 places */
+    typedef Fp8Rows<Tile::BKV, Tile::HEAD_DIM_V> V; /* V as TMA loads it */
+    /* V transposed: a row of 128 bytes has BKV keys */
     typedef Fp8Rows<Tile::HEAD_DIM_V, Tile::BKV> Vt;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
     static constexpr int TILE_STAGES = Tile::TILE_STAGES;
@@ -85,14 +85,14 @@ template <class Tile> __device__ __forceinline__ void fp8_begin_block(smem_addr 
     typename S::Ring(smem_s + S::VT_RING).init(Tile::WARPGROUPS, S::TRANSPOSERS);
     mbarrier_init(smem_s + S::OVER, 1);
     fence_mbarrier_init();
-    /* completes the only phase of this barrier (see take_block) */
+    /* completes the only phase of this barrier (see Fp8Consumer::take_block) */
     mbarrier_arrive(smem_s + S::OVER);
 }
 
 /* ---- 2. one thread loads --------------------------------------------------------------------- */
-/* Loads K and V in the order in which consumers read them. With two Q buffers, the next tile's Q
- * follows the second key block. With one, a tile's Q follows its first key block, since the
- * buffer is free only after the previous tile's last scores. */
+/* Loads K and V in the order in which the consumers read them. With two Q buffers, the next tile's
+ * Q follows after the second key block. With one, a tile's Q follows after its first key block,
+ * since the buffer is free only after the previous tile's last scores. */
 template <class Tile>
 __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
                                                smem_addr smem_s) {
@@ -134,25 +134,26 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    /* signals the end to the consumers */
+    /* the end marker, which signals the end to the consumers */
     if (!AHEAD) load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 
 /* ---- 3. warps that transpose V --------------------------------------------------------------- */
-/* The order of pairs of 16 columns: 0, 1, 3, 2, 4, 5, 7, 6. From one pair to the next a single
- * bit pattern of the swizzled address changes, so one register holds all addresses. */
+/* The order in which pairs of 16 columns are transposed: 0, 1, 3, 2, 4, 5, 7, 6. From one pair to
+ * the next a single bit pattern of the swizzled address changes, so one register serves for all
+ * addresses. */
 constexpr GK_HD int fp8_pair(int i) { return i ^ i / 2 % 2; }
 
 /* Transposes V [keys][columns] to [columns][keys], because WGMMA reads 8-bit operands along k only.
- * ldmatrix.trans gives a lane two keys of two columns in a register; two registers make four keys
- * of either column. The places are chosen so that nothing else must be moved:
+ * ldmatrix.trans gives a lane two keys of two columns in a register. Two registers give four keys
+ * of each column. Keys and columns are permuted, so that no other data must be moved:
  *
  *  place 16 m + 4 t + e of a row    key 16 m + 2 t + e % 2 + 8 (e / 2), which is where a lane has
  *                                   its weights in S: weights need no exchange
  *  row 16 c + 8 h + g               column 16 c + 2 g + h: no bank conflict, and a lane's columns
  *                                   of O are four neighbours
  *
- * One warp; it transposes groups of 16 keys `part`, part + TRANSPOSERS, and so on. */
+ * One warp. It transposes the groups of 16 keys number part, part + TRANSPOSERS, and so on. */
 template <class Tile>
 __device__ __forceinline__ void fp8_transpose(smem_addr raw_s, smem_addr vt_s, int part) {
     constexpr int PAIRS = Tile::HEAD_DIM_V / 32; /* pairs of 16 columns */
@@ -194,9 +195,9 @@ __device__ __forceinline__ void fp8_copy_mean(const Fp8HopperParams &x, const Fw
     cp_async_commit_group();
 }
 
-/* Transposes V of tile after tile. Keys past the sequence become zeros, because a weight of 0
- * times NaN would be NaN. The first warp also copies the tile's v_mean, which is complete with
- * the tile's last block. */
+/* Transposes V of tile after tile. Keys past the end of the sequence become zeros, because a weight
+ * of 0 times NaN would be NaN. The first warp also copies the tile's v_mean. It is complete when
+ * the last block of the tile is. */
 template <class Tile>
 __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, const FwdTile *tiles,
                                                     smem_addr smem_s, int part) {
@@ -211,7 +212,7 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
         const FwdTile &t = tiles[n % S::TILE_STAGES];
         int left = t.steps.blocks;
         if (left < 0) break;
-        /* the same lane arrives below */
+        /* the lane that copies the mean is also the one that arrives below */
         if (left > 0 && part == 0 && laneid() == 0 && x.mean.data)
             fp8_copy_mean<Tile>(x, t, smem_s + S::MEANS + n % S::TILE_STAGES * S::MEAN_BYTES);
 #pragma unroll 1
@@ -236,7 +237,9 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
             fence_proxy_async();
             __syncwarp(); /* waits for the stores of all lanes */
             opaque(step);
-            opaque(n); /* addresses are recomputed, because they have no registers in between */
+            /* makes the compiler recompute addresses, for which there are no registers in
+             * between */
+            opaque(n);
             if (laneid() == 0) {
                 mbarrier_arrive(vt.full(step));
                 mbarrier_arrive(raw.empty(step));

@@ -10,11 +10,11 @@ struct fp8_any_gpu {
     static constexpr int rows = 64, keys = 64, warps = 4;
 };
 
-/* flash_attn_fp8_decoded. Its passes cost five launches and 3 bytes an element. They pay off
- * because flash_attn_fp8_sm80 has a tenth of the float16 forward's rate: 1147 us against about
- * 290 us at 384 x 384, 16k tokens, head_dim 128. */
+/* flash_attn_fp8_decoded. Its passes cost five launches and 3 bytes an element. They pay because
+ * flash_attn_fp8_sm80 has a tenth of the rate of the float16 forward: 1147 us instead of about 290
+ * us (384 x 384, 16k tokens, head_dim 128). */
 struct fp8_decoded {
-    /* up to 128 keys, which are two tiles, one more launch is half the time */
+    /* with up to 128 keys, which are two tiles, one more launch takes half of the time */
     static constexpr int least_keys = 129, least_rows = 1;
 };
 
@@ -28,15 +28,16 @@ struct Fp8Hopper128 {
     static constexpr int RAW_STAGES = 2, STAGES = 4, PRODUCER_REGISTERS = 40,
                          CONSUMER_REGISTERS = 232;
     static constexpr int TILE_STAGES = 4;
-    /* scores stay in registers for a redo; otherwise they are multiplied again */
+    /* scores stay in registers for a redo; if false, a redo multiplies Q K^T again */
     static constexpr bool KEEPS_SCORES = true;
 };
-/* 186 KiB; 970: three warpgroups fill each other's gaps; 128 keys would not have the registers */
+/* 186 KiB; 970: while one warpgroup waits, the others compute. For 128 keys there are no
+ * registers. */
 struct Fp8Hopper128Wide : Fp8Hopper128 {
     static constexpr int WARPGROUPS = 3, BKV = 96, PRODUCER_REGISTERS = 32,
                          CONSUMER_REGISTERS = 160;
 };
-/* 209 KiB; 620; rows in shared memory are as wide as at 128, the products are narrower */
+/* 209 KiB; 620. Rows in shared memory are as wide as at 128, but the products are narrower. */
 struct Fp8Hopper64 : Fp8Hopper128 {
     static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, WARPGROUPS = 3;
     static constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 160;
@@ -56,10 +57,11 @@ struct Fp8Hopper256 : Fp8Hopper128 {
  * (predicted 0.98); 1.17 at 128 rows (predicted 1.31). */
 constexpr double FP8_WIDE_TILE = 1.31;
 
-/* A row's reference is this many powers of two below the largest score of its first block, so
- * the largest weight there is 32. Weights down to 2^-11 of it keep three bits, weights below
- * 2^-15 vanish, and later weights may be 14 times as large before the codes end at 448. With a
- * largest weight of 64 the margin is 7, and rows of normal data redo blocks: 0.94 of
+/* The reference of a row is this many powers of two below the largest score of its first block, so
+ * the largest weight there is 32. Weights down to 2^-11 of the largest keep three bits, and weights
+ * below 2^-15 of it vanish. Later weights may be 14 times as large before the codes end at 448.
+ *
+ * With a largest weight of 64 this margin is 7, and rows of normal data redo blocks: 0.94 of
  * FlashAttention-3 at 1.5k, where 32 reaches 1.07. */
 constexpr float FP8_WEIGHT_LOG2 = 5;
 

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_bias.cuh: the weights of a call with a bias [.., Sq, Sk], in place of PlainWeights
- * (fwd_weights.cuh). The bias of a block lies in shared memory (load_bias in fwd_masked.cuh). It
- * becomes the addend of each exponent, bias log2(e) - m, while the products run.
+/* fwd_bias.cuh: the Weights policy of fwd_consumer.cuh for calls with a bias [.., Sq, Sk], in place
+ * of PlainWeights (fwd_weights.cuh). The bias of a block lies in shared memory (load_bias in
+ * fwd_masked.cuh). It becomes the addend of each exponent, bias log2(e) - m, while the products
+ * run.
  *
- * The other biases need nothing here: that of keys is 16 more columns of K, and a bias by distance
- * is what S begins with (fwd_stages.cuh). */
+ * The other biases need nothing here: a bias of keys is 16 additional columns of K, and S starts as
+ * a bias by distance (fwd_stages.cuh). */
 #ifndef GPUKERN_CUDA_FWD_BIAS_CUH
 #define GPUKERN_CUDA_FWD_BIAS_CUH
 
@@ -15,26 +16,26 @@
 #include "fwd_weights.cuh"
 
 /* A bias of float16's lowest number hides a key. Its addend of -94502 makes the weight 0, unless
- * every key of the row is hidden in this way. Then m is below LOWEST_BIAS, and note_spoilt marks
- * the row to be computed again. */
+ * every key of the row is hidden in this way. In that case m is below LOWEST_BIAS, and note_spoilt
+ * marks the tile, so that the row is computed again. */
 constexpr float LOWEST_BIAS = -60000.f * LOG2_E;
 
 template <class T, class Tile> struct BiasWeights {
     typedef Smem<Tile> S;
     static constexpr int N = Tile::BKV / 8;
-    /* A bias without a stored mask, steps of 128 keys: hidden keys get an addend of -inf. Replacing
-     * their scores instead would keep `columns` in registers across the wait for the products, and
-     * spill. With steps of 64 keys, it is the addends that spill. */
+    /* HIDES: a hidden key gets an addend of -inf. HIDES_SCORES: its score becomes -inf instead.
+     * With steps of 128 keys and no mask, the second way would keep `columns` in registers across
+     * the wait for the products, and spill. With steps of 64 keys, the first way spills. */
     static constexpr bool HIDES = !S::MASK && Tile::BKV == 128, HIDES_SCORES = !HIDES;
 
-    int biases_taken = 0; /* stages of the ring of biases that were read so far */
+    int biases_taken = 0; /* the number of stages of the ring of biases that have been read */
 
     /* The addend of an exponent of 2: bias log2(e) - m. */
     static __device__ __forceinline__ float addend_of(float bias, float m) {
         return fmaf(bias, LOG2_E, -m);
     }
-    /* Reads the bias of a block from shared memory and writes the addends to w. edge: the block has
-     * keys that a row does not see. */
+    /* Reads the bias of a block from shared memory and writes the addends to w. edge: some row does
+     * not see all keys of the block. */
     template <class C>
     __device__ __forceinline__ void read_addends(C &c, const float (&m)[2], bool edge,
                                                  const KeptColumns &columns) {
@@ -60,7 +61,7 @@ template <class T, class Tile> struct BiasWeights {
         ++biases_taken;
     }
 
-    /* The scores become exponents of 2. */
+    /* Replaces the scores by exponents of 2, without m. */
     template <class C>
     __device__ __forceinline__ void finish_scores(C &c, bool edge, const KeptColumns &columns) {
         const float none[2] = {0, 0};
@@ -80,8 +81,8 @@ template <class T, class Tile> struct BiasWeights {
                              c.sum);
     }
 
-    /* Two elements of the bias from global memory. read_again uses it for a block that is taken
-     * again, because the block's stage has been released. */
+    /* Reads two elements of the bias from global memory. read_again uses it for a block that is
+     * computed again, because the block's stage has been released by then. */
     static __device__ __forceinline__ uint32_t bias_word(const FwdMaskedParams &x, const FwdTile &t,
                                                          int row, int col) {
         if (col >= t.seq.seq_k) return 0;
@@ -103,16 +104,17 @@ template <class T, class Tile> struct BiasWeights {
         }
         if (HIDES && edge) keep_columns(c.s, c.columns_of(t, j));
     }
-    /* The rows that left the range get the weights that a first block would give, because other
-     * rows' masks decide whether a row's first keys are in the tile's first block. The other rows
-     * keep the weights of `next`, whose exponents are rounded in another order. */
+    /* Rows that left the range get the weights that a first block would give. The reason: whether a
+     * row's first keys are in the tile's first block depends on other rows' masks, and the bits of
+     * a row must not. The other rows keep the weights of `next`, whose exponents are rounded in
+     * another order. */
     template <class C>
     __device__ __forceinline__ void again(C &c, const FwdTile &t, int j, bool edge,
                                           float (&factor)[2]) {
         read_again(c, t, j, edge);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            opaque(c.sum[r]); /* without it take_block keeps its comparison in a register */
+            opaque(c.sum[r]); /* otherwise take_block keeps its comparison in a register */
             const bool left =
                 c.softmax.refer_row_again(r, c.softmax.row_top(c.s, 1, r), c.sum[r], factor[r]);
             const float m = c.softmax.m[r];

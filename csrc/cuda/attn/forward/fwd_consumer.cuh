@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_consumer.cuh: a consumer warpgroup's work on one tile of queries in Hopper's forward kernels
- * (Shah et al. 2024, arXiv:2407.08608, Algorithm 2).
+/* fwd_consumer.cuh: the work of a consumer warpgroup on one tile of queries in Hopper's forward
+ * kernels (Shah et al. 2024, arXiv:2407.08608, Algorithm 2).
  *
  * The warpgroup owns 64 rows of queries. S, P and O stay in registers. For key block j it computes
  *
@@ -8,18 +8,18 @@
  *   O  += P_(j-1) V_(j-1)                  WGMMA, issued together with S_j
  *   hide the keys that a row does not see  only in blocks with a mask
  *   P_j = 2^(S_j - m), sums of its rows    with OVERLAP while O is still running
- *   if a row's sum left the number range: a new m, P_j again, O times 2^(old m - new m)
+ *   if a row's sum leaves float's range: a new m, P_j again, O times 2^(old m - new m)
  *
  * m is the row's reference. FlashAttention updates it in every block; here it changes only when it
  * must (stale_softmax.cuh).
  *
- * fwd_loop.cuh calls, for each tile: first_block, other_blocks, last_values, and `pass` for key
+ * For each tile, fwd_loop.cuh calls first_block, other_blocks and last_values, and `pass` for key
  * blocks that this warpgroup's rows do not see. Kernels differ in four policies:
  *
- *   Stages   fwd_stages.cuh, fwd_wide.cuh: the products, and the stages of K and V
- *   Keys     fwd_keys.cuh: which keys a row sees, by its span or by a stored mask
- *   Weights  fwd_weights.cuh, fwd_modified.cuh (softcap, ALiBi), fwd_bias.cuh: from S to P
- *   DropOf   fwd_drop.cuh: dropout; below: none */
+ *   Stages   the products, and the stages of K and V: fwd_stages.cuh, fwd_wide.cuh
+ *   Keys     which keys a row sees, by its span or by a stored mask: fwd_keys.cuh
+ *   Weights  P from S: fwd_weights.cuh, fwd_modified.cuh (softcap, ALiBi), fwd_bias.cuh
+ *   DropOf   dropout: fwd_drop.cuh, or none, below */
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH
 #define GPUKERN_CUDA_FWD_CONSUMER_CUH
 
@@ -28,13 +28,13 @@
 #include "fwd_modified.cuh"
 #include "fwd_stages.cuh"
 
-/* The dropout of the tile's kernel: fwd_drop.cuh. */
+/* Dropout. This is the version without; fwd_drop.cuh has the other. */
 template <class Tile> struct DropOf {
     static constexpr bool ON = false;
     template <class Params> __device__ __forceinline__ DropOf(const Params &) {}
 };
 
-/* How the scores of a tile's kernel become weights. */
+/* The policy by which the scores of a tile's kernel become weights. */
 template <class T, class Tile, bool MODIFIED, bool BIAS = Smem<Tile>::BIAS> struct WeightsOf {
     typedef PlainWeights type;
 };
@@ -55,7 +55,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     typedef typename WeightsOf<T, Tile, MODIFIED>::type Weights;
     static constexpr int BKV = Tile::BKV, N = BKV / 8, ND = Tile::HEAD_DIM_V / 8;
     static constexpr bool OVERLAP = Tile::OVERLAP;
-    /* There are two Q buffers, so the next tile's Q arrives while this tile is multiplied. */
+    /* There are two Q buffers, and the next tile's Q arrives while this tile is multiplied. */
     static constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
     /* Weights stay in float32 until the next S is issued, and are packed to 16 bits while it
      * runs. */
@@ -65,8 +65,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* The first S of the next tile may be issued right behind the last P V of this tile. */
     static constexpr bool EARLY = OVERLAP && AHEAD && !MODIFIED;
     static constexpr bool BIAS = S::BIAS, DROP = DropOf<Tile>::ON;
-    /* A warpgroup's rows may see no key of a tile's first blocks, and pass them. With a mask or a
-     * bias they take them, because pass() would leave the bias in its ring. */
+    /* True if a warpgroup passes the first key blocks of a tile when its rows see none of their
+     * keys. With a mask or a bias it takes them instead, because pass() would leave the bias in its
+     * ring. */
     static constexpr bool LEADS = MODIFIED || (!S::SCORED && S::BQ - 64 >= BKV);
     static_assert(!S::MASK || SPLIT, "other_blocks ends a run of whole blocks at a partial one");
     static_assert(!BIAS || !LEADS, "pass() would leave the bias of a block in its ring");
@@ -76,9 +77,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     const smem_addr smem_s;
     const int warpgroup;
     StaleSoftmax<T, BKV> softmax;
-    /* scores; weights; output; each row's sum of this block's weights */
+    /* S; P; O; the sum of each row's weights in the present block */
     float s[N * 4], w[N * 4], o[ND * 4], sum[2];
-    uint32_t p[N * 2]; /* weights in 16 bits, the A operand of P V */
+    uint32_t p[N * 2]; /* P in 16 bits, the A operand of P V */
     bool ready;        /* s already holds the scores of the tile's first key block */
     Keys keys;
     Weights weights;
@@ -87,15 +88,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false), dropout(x) {}
 
-    /* Made at each use: as a member it changed which registers ptxas gives to the sums. */
+    /* The object is made at each use. As a member it changed which registers ptxas gives to the
+     * sums. */
     __device__ __forceinline__ Stages stages() const { return {smem_s, warpgroup}; }
 
     /* ---- 1. masks ---- */
-    /* The keys of a block that a lane's two rows see. */
+    /* Which keys of a block the lane's two rows see. */
     __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) {
         return keys.columns(x, t, smem_s, block);
     }
-    /* Clears the rows of V past the sequence if step j is that of the last key block. */
+    /* Clears the rows of V past the end of the sequence, if step j takes the last key block. */
     __device__ __forceinline__ void clear_tail(const FwdTile &t, int step, int j) const {
         if (t.incomplete > 0 && block_at<MODIFIED>(t, j) == t.keys.tiles - 1)
             stages().clear_values(step + j, t.incomplete);
@@ -112,7 +114,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* ---- 2. the key blocks of a tile ---- */
-    /* S and weights of the tile's first key block, which set m. */
+    /* The tile's first key block: computes S, sets m and computes the weights. */
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
         bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
@@ -122,7 +124,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!EARLY || !ready) {
             stages().wait_keys(step);
             smem_addr q_s = at.q_s;
-            /* keeps the compiler from holding descriptors of this fixed address in registers */
+            /* keeps the compiler from holding the descriptors of this fixed address in registers */
             if (!AHEAD && Tile::HEAD_DIM > 192) opaque(q_s);
             stages().begin_scores(s, step);
             turn_begin<Tile>(warpgroup);
@@ -138,14 +140,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             weights.finish_scores(*this, edge, columns);
             const float unit = Weights::unit(*this);
             if (edge && Weights::HIDES_SCORES) keep_columns(s, columns);
-            /* all scores set m: with a sample, a row's bits would depend on other rows' masks */
+            /* All scores set m. With a sample of them, the bits of a row would depend on the masks
+             * of other rows. */
             softmax.template refer<false>(s, unit);
             softmax.weights(s, unit, w, sum);
         } else {
             if (edge) keep_columns(s, columns);
             if (EARLY && !edge)
                 softmax.template refer<true>(s, x.units.unit_log2);
-            else /* in a masked block a row may see keys, but none of the sample */
+            else /* in a masked block, the keys that a row sees may all lie outside the sample */
                 softmax.template refer<false>(s, x.units.unit_log2);
             softmax.weights(s, x.units.unit_log2, w, sum);
             if (EARLY && __any_sync(0xffffffffu, softmax.out_of_range(sum))) {
@@ -157,7 +160,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         softmax.total[1] = sum[1];
         if (!PACK_LATE) softmax.pack(w, p);
         if constexpr (DROP) dropout.drop(p);
-        /* by now the previous tile's store has had a whole step to read Q */
+        /* the previous tile's store has had a whole step by now to read O from the space of Q */
         if (AHEAD) stages().release_q(at.q_empty);
         if (MODIFIED && t.incomplete > 0 && block == t.keys.tiles - 1) {
             stages().wait_values(step);
@@ -166,15 +169,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         clear_head(t, step, block);
     }
 
-    /* Step j > from of the tile: S of this block and P V of the previous one, then the weights.
-     * edge: the block has keys that a row does not see. Returns true if some row left the range,
-     * so that take_again must follow. */
+    /* Step j > from of the tile: S of this block and P V of the previous one, then this block's
+     * weights. edge: some row does not see all keys of the block. Returns true if some row left the
+     * range, so that the caller must call take_again. */
     __device__ __forceinline__ bool take_block(const FwdTile &t, const At &at, int j, bool edge) {
         const int step = at.step + j;
         smem_addr q_s = at.q_s;
         /* S = Q K^T and O += P V, in the background */
         stages().wait_keys(step);
-        /* keeps descriptors out of registers, of which none are left */
+        /* keeps descriptors out of registers, because no register is left */
         if (MODIFIED || Tile::HEAD_DIM > 256) opaque(q_s);
         stages().begin_scores(s, step);
         turn_begin<Tile>(warpgroup);
@@ -187,7 +190,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         stages().issue_values(o, p, step - 1);
         turn_end<Tile>(warpgroup);
 
-        /* what does not need S */
+        /* the work that does not need S */
         const int block = block_at<MODIFIED>(t, j);
         KeptColumns columns = {};
         if (!MODIFIED && edge) columns = columns_of(t, block);
@@ -205,7 +208,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
         /* O is complete */
         if (OVERLAP) {
-            end_basic_block(); /* or ptxas moves the exponentials below the wait for O */
+            end_basic_block(); /* otherwise ptxas moves the exponentials behind the wait for O */
             wgmma_wait_group<0>();
             stages().values_over(o, step - 1);
         }
@@ -221,14 +224,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
     }
 
+    /* Adds the sums of a block whose weights are final. */
     __device__ __forceinline__ void block_taken() {
         if (OVERLAP && !PACK_LATE) softmax.pack(w, p);
         softmax.total[0] += sum[0];
         softmax.total[1] += sum[1];
     }
 
-    /* All key blocks after the first. The inner loop serves blocks without a mask and contains
-     * neither masking nor redo code. A masked block or a redo leaves the loop and re-enters it. */
+    /* All key blocks after the first. The inner loop serves blocks whose keys every row sees. It
+     * contains neither masking nor redo code. A block with a mask, or a redo, leaves the loop and
+     * re-enters it. */
     __device__ __forceinline__ void other_blocks(const FwdTile &t, const At &at) {
 #pragma unroll 1
         for (int j = at.from + 1; j < at.end;) {
@@ -247,8 +252,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 continue;
             }
             if (j >= at.end) break;
-            if constexpr (Keys::MARKED) /* plain_run ended with its word of marks; look at the next
-                                         */
+            /* plain_run stopped at the end of a word of marks; look at the next word */
+            if constexpr (Keys::MARKED)
                 if (!Keys::is_partial(t, j)) continue;
             if (take_block(t, at, j, SPLIT || run == 0)) take_again(t, j, SPLIT || run == 0);
             block_taken();
@@ -256,16 +261,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* The last P V of the tile. If next_s is not 0, it is the next tile's Q: the next tile's
-     * first S is issued right behind, and store() runs while that S does. */
+    /* The last P V of the tile. If next_s is not 0, it is the address of the next tile's Q. The
+     * next tile's first S is then issued right behind P V, and store() runs while that S does. */
     template <class Store>
     __device__ __forceinline__ void last_values(const FwdTile &t, const At &at, smem_addr next_s,
                                                 const Store &store) {
         const int last = at.step + at.end - 1, next = at.step + t.steps.blocks;
         if (PACK_LATE) softmax.pack(w, p);
         ready = EARLY && next_s;
-        /* the code from issue to wait stays inside one branch, or ptxas serialises the WGMMAs
-         * (C7515) */
+        /* The code from issue to wait stays inside one branch. Otherwise ptxas serialises the
+         * WGMMAs (C7515). */
         if (ready) {
             stages().pass(at.step + at.end, t.steps.blocks - at.end);
             stages().wait_values(last);
@@ -302,8 +307,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     static __device__ __forceinline__ bool from_nearest(const FwdHopperParams &x) {
         return MODIFIED && x.units.has_alibi;
     }
-    /* The number of leading steps of a tile whose keys this warpgroup's rows do not see. own:
-     * key blocks that they do see. */
+    /* The number of steps at the beginning of a tile whose keys this warpgroup's rows do not see.
+     * own: the number of key blocks that they see. */
     __device__ __forceinline__ int lead(const FwdTile &t, int own) const {
         if (from_nearest(x)) return max(t.nearest - own + 1, 0);
         if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.tile_heads > 1) return 0;
@@ -312,25 +317,26 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* ---- 4. helpers ---- */
-    /* Draws the bits of a key block while its products run. Without the end of a basic block, ptxas
-     * would draw after the wait for the products. */
+    /* Draws the dropout bits of a key block while its products run. Without the end of a basic
+     * block, ptxas would move the drawing behind the wait for the products. */
     __device__ __forceinline__ void draw(const FwdTile &t, int block) {
         dropout.draw(x, t, block);
         end_basic_block();
     }
-    /* The barrier completed its only phase at the start, so the wait never blocks. Its loop ends a
-     * basic block, across which ptxas moves no instruction. */
+    /* Ends a basic block, across which ptxas moves no instruction: the wait is a loop. It never
+     * blocks, because the barrier completed its only phase at the start of the kernel. */
     __device__ __forceinline__ void end_basic_block() const { mbarrier_wait(smem_s + S::OVER, 0); }
 
-    /* Marks the tile if its result holds a NaN or inf (fwd_mend.cuh): V of a hidden key may hold
-     * one, and 0 times NaN is NaN. */
+    /* Sets the tile's `spoilt` if its result holds a NaN or inf, so that fwd_mend.cuh computes its
+     * rows again. The cause may be V of a hidden key: 0 times NaN is NaN. */
     __device__ __forceinline__ void note_spoilt(const FwdTile &t) {
         if constexpr (S::SCORED) {
             if (BIAS && StaleRange<T>::LIMIT < 0x1p16f) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
                     if (softmax.m[r] > STALE_NOTHING && softmax.m[r] < LOWEST_BIAS)
-                        o[2 * r] = NAN; /* the row's result, because its factor may be 0 */
+                        /* makes the row's result NaN; in o, because the row's factor may be 0 */
+                        o[2 * r] = NAN;
             }
             /* four independent sums, because consecutive additions wait for each other */
             float none[4] = {softmax.total[0] * 0.f, softmax.total[1] * 0.f, 0, 0};

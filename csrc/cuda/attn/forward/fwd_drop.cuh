@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_drop.cuh: the dropout of flash_attn_fwd_drop_sm90a. A consumer warp draws the bits of a block
- * of keys while its products run (../drop_pairs.cuh), zeroes the packed weights that are not kept,
- * and multiplies O by 1 / (1 - p) at the end of a tile. The sum of a row counts all weights. */
+ * of keys while its products run (../drop_pairs.cuh), and zeroes the packed weights that are
+ * dropped. At the end of a tile it multiplies O by 1 / (1 - p). The sum of a row counts all
+ * weights, also dropped ones. */
 #ifndef GPUKERN_CUDA_FWD_DROP_CUH
 #define GPUKERN_CUDA_FWD_DROP_CUH
 
@@ -14,8 +15,8 @@ struct FwdDropParams : FwdHopperParams {
     Dropout drop;
 };
 
-/* A tile of flash_attn_fwd_drop_sm90a. The weights of a block do not overlap P V: its registers
- * serve Philox. TOGETHER: the calls that a lane makes at a time. */
+/* A tile of flash_attn_fwd_drop_sm90a. The weights of a block do not overlap P V, because Philox
+ * needs the registers for that. TOGETHER: the Philox calls that a lane computes at a time. */
 template <class Base, int TOGETHER_> struct FwdDrop : Base {
     static constexpr bool OVERLAP = false;
     static constexpr int TOGETHER = TOGETHER_;
@@ -23,7 +24,7 @@ template <class Base, int TOGETHER_> struct FwdDrop : Base {
 template <class Base, int TOGETHER> struct ParamsOf<FwdDrop<Base, TOGETHER>, false> {
     typedef FwdDropParams type;
 };
-/* A tile begins at a multiple of eight keys, which share a call of Philox. */
+/* A tile's keys begin at a multiple of eight, because one Philox call serves eight keys. */
 constexpr int FWD_DROP_BOX_LOG2 = 3;
 template <class Base, int TOGETHER> struct InBoxes<FwdDrop<Base, TOGETHER>> {
     static constexpr bool value = true;
@@ -49,7 +50,8 @@ template <class Base, int TOGETHER> struct DropOf<FwdDrop<Base, TOGETHER>> {
     }
     __device__ __forceinline__ void drop(uint32_t (&p)[Tile::BKV / 4]) const { kept.drop(p); }
 
-    /* A row with a NaN among its scores stays NaN, also if the NaN is dropped. */
+    /* Multiplies O by 1 / (1 - p). A row with a NaN among its scores becomes NaN, even if that pair
+     * is dropped. */
     template <int M>
     static __device__ __forceinline__ void scale(const FwdDropParams &x, const float (&total)[2],
                                                  float (&o)[M]) {

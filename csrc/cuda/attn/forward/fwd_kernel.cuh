@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_kernel.cuh: the kernel of flash_attn_fwd_sm90a and flash_attn_fwd_partial_sm90a, with its
- * plan and launch. The two differ in the type of out and in the store (PARTIAL). */
+/* fwd_kernel.cuh: the kernel of flash_attn_fwd_sm90a, flash_attn_fwd_wide_sm90a and
+ * flash_attn_fwd_partial_sm90a, with its plan and launch. flash_attn_fwd_sm90a.cu has the equations
+ * and the steps. The kernels differ in the type of out and in the store (PARTIAL). serves() says
+ * which calls they refuse. */
 #ifndef GPUKERN_CUDA_FWD_KERNEL_CUH
 #define GPUKERN_CUDA_FWD_KERNEL_CUH
 
@@ -24,7 +26,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                             prefetch_tensormap(&x.q);
                             prefetch_tensormap(&x.k);
                             prefetch_tensormap(&x.v);
-                            /* wait until the previous kernel has written its results and read
+                            /* wait until the previous kernel has written its results and has read
                              * `out` */
                             griddepcontrol_wait();
                             load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
@@ -39,6 +41,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 2. launcher ----------------------------------------------------------------------------- */
+/* True if an instance can run the call. key: {largest head_dim, largest head_dim_v, 1 if MODIFIED,
+ * bytes of shared memory, rows of a tile}. */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
@@ -86,7 +90,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status == GK_OK && !parts)
         status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
     if (status != GK_OK) return status;
-    /* the kernel chooses store_part by splits > 1; by_splits still divides by one */
+    /* with splits > 1 the kernel chooses store_part; by_splits still divides by one */
     if (!PARTIAL && parts && splits == 1) x.fwd.splits = 2;
     status = launch<flash_attn_fwd_sm90a_kernel<T, Tile, MODIFIED, PARTIAL>>(
         op, ctx, dim3((unsigned)x.schedule.blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, x,

@@ -2,11 +2,13 @@
 /* fwd_loop.cuh: the tile loop of a consumer warpgroup in Hopper's forward kernels, and the
  * parameters of a call.
  *
- * flash_attn_fwd_sm90a, its float32 variant (PARTIAL), flash_attn_fwd_masked_sm90a and
- * paged_prefill_sm90a share this file. They differ in the producer: where the keys are, and in
- * which order tiles and keys are taken. A block has WARPGROUPS consumer warpgroups and one producer
- * warpgroup. It stays on its SM and processes tile after tile, in the order of fwd_schedule.cuh, or
- * with a mask in that of fwd_masked.cuh. */
+ * flash_attn_fwd_sm90a, its float32 variant (PARTIAL), flash_attn_fwd_drop_sm90a,
+ * flash_attn_fwd_masked_sm90a and paged_prefill_sm90a use this file. They differ in the producer:
+ * where the keys are, and in which order tiles and keys are taken.
+ *
+ * A block has WARPGROUPS consumer warpgroups and one producer warpgroup. It stays on its SM and
+ * processes tile after tile, in the order of fwd_schedule.cuh, or with a mask in that of
+ * fwd_masked.cuh. */
 #ifndef GPUKERN_CUDA_FWD_LOOP_CUH
 #define GPUKERN_CUDA_FWD_LOOP_CUH
 
@@ -14,8 +16,8 @@
 #include "fwd_consumer.cuh"
 
 /* ---- 0. a block ------------------------------------------------------------------------------ */
-/* Runs one block. begin(smem_s) initialises the barriers. The last warpgroup runs produce(smem,
- * smem_s, tiles), the others consume(smem_s, tiles, warpgroup). */
+/* Runs one block. begin(smem_s) initialises the barriers. Then the last warpgroup runs
+ * produce(smem, smem_s, tiles), and the others run consume(smem_s, tiles, warpgroup). */
 template <class Tile, class Begin, class Produce, class Consume>
 __device__ __forceinline__ void run_block(const Begin &begin, const Produce &produce,
                                           const Consume &consume) {
@@ -36,13 +38,13 @@ __device__ __forceinline__ void run_block(const Begin &begin, const Produce &pro
     }
 }
 
-/* Initialises the barriers and, with several heads in a tile, Q. The caller must synchronise the
- * block afterwards. LOADERS: the number of warps that load, and so read tile descriptions. */
+/* Initialises the barriers and, if a tile has several heads, zeroes Q. The caller must synchronise
+ * the block afterwards. LOADERS: the number of producer warps that read tile descriptions. */
 template <class Tile, int LOADERS = 1>
 __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr smem_s) {
     typedef Smem<Tile> S;
     if (threadIdx.x == 0) {
-        /* each warp releases its own 16 rows of Q, after its store has read them */
+        /* each warp releases its own 16 rows of Q, after its TMA store has read O from them */
         typename S::QRing(smem_s + S::Q_RING).init(Tile::WARPGROUPS * 4);
         typename S::TileRing(smem_s + S::TILE_RING).init(Tile::WARPGROUPS * 4 + LOADERS);
         typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS, 1 + S::LIFT);
@@ -56,10 +58,10 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
             for (int w = 0; w < Tile::WARPGROUPS; ++w)
                 tma_ring<1>(smem_s + S::BIAS_RING + 16 * w).init(4);
         fence_mbarrier_init();
-        /* completes the only phase of this barrier (see take_block) */
+        /* completes the only phase of this barrier, see Consumer::end_basic_block */
         mbarrier_arrive(smem_s + S::OVER);
     }
-    if (x.tile_heads > 1) { /* rows without a head must be finite */
+    if (x.tile_heads > 1) { /* Q's rows that belong to no head must be finite */
         for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS)
             st_shared_128(smem_s + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
@@ -67,9 +69,9 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
 }
 
 /* ---- 1. a consumer warpgroup ----------------------------------------------------------------- */
-/* True if the next tile's first S may be issued right behind this tile's last P V. All
- * warpgroups of a block must agree, because they alternate on counted barriers. A tile of fewer
- * than FWD_FOLLOWED key blocks is excluded, because the next Q has not arrived yet. */
+/* True if the next tile's first S may be issued right behind this tile's last P V. All warpgroups
+ * of a block must agree, because they alternate on counted barriers. In a tile of fewer than
+ * FWD_FOLLOWED key blocks this is false: the next Q has not arrived by then. */
 template <class Tile>
 __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile &now,
                                         const FwdTile &then) {
@@ -81,7 +83,7 @@ __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile 
            b.w > 0 && least_then > 0;
 }
 
-/* Processes tile after tile. PARTIAL: out is float32. */
+/* The loop of a consumer warpgroup over the block's tiles. PARTIAL: out is float32. */
 template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, smem_addr smem_s,
                                         const FwdTile *tiles, int warpgroup) {
@@ -105,7 +107,8 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
         typename C::At at = {step, lead, C::from_nearest(x) ? lead + own : own, q_s,
                              C::AHEAD && n > 0 ? q.empty(n - 1) : 0};
         c.softmax.clear();
-        /* the loader sends V of these blocks after the next Q, so Q must be released now */
+        /* The loader loads the next tile's Q before V of these blocks. That Q goes into the buffer
+         * of the previous tile's Q, so this buffer must be released now. */
         if (C::LEADS && lead > 0) {
             if (C::AHEAD) {
                 c.stages().release_q(at.q_empty);
@@ -136,11 +139,11 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
             c.stages().release_q(C::AHEAD ? at.q_empty : q.empty(n));
             c.ready = false;
         }
-        /* with a bias no register is left to keep `blocks` in */
+        /* with a bias, no register is left for `blocks` */
         const int all = C::BIAS ? t.steps.blocks : blocks;
         if (!C::EARLY || !c.ready) {
             c.pass(step + at.end, all - at.end);
-            /* the turn of the last P V, which this warpgroup does not compute */
+            /* the counted barriers of the last P V, which this warpgroup does not compute */
             if (own == 0 && all > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
             c.note_spoilt(t);
             if constexpr (PARTIAL)
@@ -158,7 +161,7 @@ __device__ __forceinline__ void consume(const typename ParamsOf<Tile>::type &x, 
         __syncwarp(); /* all lanes have read t */
         if (laneid() == 0) mbarrier_arrive(described.empty(n));
     }
-    /* shared memory must live until TMA has read it */
+    /* the block must not end before TMA has read its shared memory */
     if (laneid() == 0) tma_store_wait_group_read<0>();
 }
 
@@ -170,9 +173,9 @@ template <class Tile> inline smem_box q_box(const FwdHopperParams &x) {
                             : Smem<Tile>::Q::box();
 }
 
-/* The number of a head's first tiles that see fewer keys than the later ones, because their
- * window reaches back to key 0. All tiles if there is no left bound, 0 if device tensors say
- * where the queries stand. */
+/* The number of a head's first tiles that see fewer keys than later tiles, because their window
+ * reaches back to key 0. Returns `tiles` if there is no left bound, and 0 if device tensors give
+ * the positions of the queries. */
 inline int fwd_short_tiles(const Problem &p, int bq, int tiles) {
     const int64_t left = p.rules.left;
     if (left < 0 || left >= p.seq_k - 1) return tiles;
@@ -195,8 +198,8 @@ inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_a
     x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.tile_heads;
     const int short_tiles = fwd_short_tiles(p, BQ, x.schedule.tiles);
     x.schedule.paired = p.rules.right >= 0 && short_tiles == x.schedule.tiles && x.fwd.splits == 1;
-    /* The short tiles of all heads come last. Their keys are then read a second time, so this is
-     * done only if those keys stay in L2. */
+    /* Schedules the short tiles of all heads last. Their keys are then read a second time, so this
+     * is done only if these keys stay in L2. */
     const double short_bytes = (double)p.batch * p.heads_kv * (double)p.rules.left *
                                (p.head_dim + p.head_dim_v) * gk_dtype_bytes(a->k.dtype);
     if (p.rules.right >= 0 && short_tiles < x.schedule.tiles && x.fwd.splits == 1 &&
@@ -206,7 +209,7 @@ inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_a
     x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.tile_heads, 1));
     const int sms = gk_gpu_of(ctx->index)->num_sms;
     fwd_make_schedule(&x.schedule, sms);
-    if (p.cu_q) { /* each sequence may end in a partial tile or pair, hence the bound */
+    if (p.cu_q) { /* an upper bound, because each sequence may end in a partial tile or pair */
         const int64_t units =
             x.schedule.heads * (p.total_q / BQ + (int64_t)p.batch) * x.schedule.splits;
         x.schedule.units = (int)gk_min_i64(units, INT32_MAX);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_masked.cuh: the additional work of the producer warpgroup in flash_attn_fwd_masked_sm90a and
  * flash_attn_fwd_masked_wide_sm90a. It finds tiles by a stored mask (../../../core/attn_mask.h),
- * brings the mask words of partial blocks into shared memory, and loads a bias [.., Sq, Sk].
+ * loads the mask words of partial blocks into shared memory, and loads a bias.
  *
- * The producer's warps: warp 0 loads Q, K and V, warp 1 finds tiles, warp 2 brings mask words, warp
- * 3 brings the bias. Mask words have a ring of their own. They cannot share the stages of K,
- * because one thread of a warpgroup releases K before the other warps have read their words.
+ * Warp 0 of the producer loads Q, K and V, warp 1 finds tiles, warp 2 loads mask words, and warp 3
+ * loads the bias. Mask words have a ring of their own. They cannot be in the stages of K, because
+ * one thread of a warpgroup releases K before the other warps have read their words. The barriers
+ * of the words and of a bias [.., Sq, Sk]:
  *
  *   words.full[s]    1 arrival, by the bytes of a bulk copy or after warp 2's own stores
  *   words.empty[s]   8 arrivals, one for each warp of the consumers
@@ -23,7 +24,7 @@ __device__ __forceinline__ const uint16_t *list_of(const FwdMaskParams &m, const
     return (const uint16_t *)(y.data + m.at.lists) + (int64_t)y.tile * m.tiles_k;
 }
 
-/* The place of a masked tile's step j among the keys, in units of BKV keys. */
+/* The first key of step j of a masked tile, divided by BKV. */
 template <class Tile>
 __device__ __forceinline__ int listed_keys(const FwdMaskParams &m, const FwdTile &t, int j) {
     typedef Smem<Tile> S;
@@ -31,8 +32,8 @@ __device__ __forceinline__ int listed_keys(const FwdMaskParams &m, const FwdTile
     return block * S::STEPS + j % S::STEPS;
 }
 
-/* The keys of the steps of a masked tile, for load_tiles. The list is read one entry at a time,
- * because the producer has only 24 registers; 64 entries share a line of L1. */
+/* The block of keys of each step of a masked tile, for load_tiles. The list is read one entry at a
+ * time, because the producer has only 24 registers. 64 entries lie in one line of L1. */
 template <class Tile> struct ListedBlocks {
     const FwdMaskParams &mask;
     __device__ __forceinline__ explicit ListedBlocks(const FwdMaskParams &m) : mask(m) {}
@@ -42,8 +43,8 @@ template <class Tile> struct ListedBlocks {
     __device__ __forceinline__ int value(const FwdTile &t, int j) const { return key(t, j); }
 };
 
-/* Finds the tile with number `unit` in the schedule of FwdMaskParams. flat: its head, counted over
- * the whole batch. rank: its place in the head's order of tiles, the longest list first. */
+/* Finds tile number `unit` in the order that FwdMaskParams describes. flat: its head, counted over
+ * the whole batch. rank: its index among the head's tiles, sorted by the length of their lists. */
 __device__ __forceinline__ void place_of(const FwdMaskParams &m, int unit, int *flat, int *rank) {
     if (unit < m.first * m.tiles_q) {
         *rank = (int)m.by_first.into((unsigned)unit);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void place_of(const FwdMaskParams &m, int unit, int *
     }
 }
 
-/* The steps that take the blocks of a tile's list. tile: the tile's entry in `tiles`. */
+/* The number of steps that the blocks of a tile's list take. tile: the tile's entry in `tiles`. */
 template <class Tile>
 __device__ __forceinline__ int listed_steps(const FwdMaskedParams &x, const int32_t *data,
                                             const int4 &tile) {
@@ -70,8 +71,8 @@ __device__ __forceinline__ int listed_steps(const FwdMaskedParams &x, const int3
     return tile.x * Smem<Tile>::STEPS - ends;
 }
 
-/* Describes one tile after another. One warp. It takes a tile from the global counter only when a
- * stage is free, so that a busy block leaves the tile to an idle one. */
+/* Writes one tile description after another. One warp. It takes a tile from the global counter only
+ * when a stage is free, so that a busy block leaves the tile to an idle one. */
 template <class Tile>
 __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned char *smem,
                                             smem_addr smem_s) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
             t.nearest = 0;
             t.incomplete = 0;
             t.from = {i0, 0, (int)x.by_group.into((unsigned)head), b};
-            /* A warpgroup without rows takes part in every block, because both warpgroups must
+            /* Both warpgroups take part in every block, even one without rows, because both must
              * release the same stages of words. */
             t.steps.own[0] = blocks;
             t.steps.own[1] = blocks;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
         }
         const uint16_t *list = (const uint16_t *)(data + m.at.lists) + (int64_t)d.z * m.tiles_k;
 #pragma unroll 1
-        for (int j = 0; j < d.x; j += 32) { /* one bit for each of 32 entries */
+        for (int j = 0; j < d.x; j += 32) { /* a word has one bit for each of 32 entries */
             const int entry = j + laneid() < d.x ? __ldg(list + j + laneid()) : 0;
             const bool cut = entry && entry >> 2 == m.incomplete_block;
             const uint32_t partial = __ballot_sync(0xffffffffu, (entry & 3) > GK_BLOCK_FULL || cut);
@@ -142,7 +143,8 @@ __device__ __forceinline__ void find_masked(const FwdMaskedParams &x, unsigned c
 
 /* ---- mask words ---- */
 /* Computes the words of a block and stores them at to_s. Two kinds of block need this: a partial
- * block whose words are not stored, and a full block that the end of the keys cuts. One warp. */
+ * block whose words are not stored, and a full block (`full`) within which the keys end. One
+ * warp. */
 __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequence &seq,
                                            const FwdMarks &y, int block, bool full,
                                            smem_addr to_s) {
@@ -167,8 +169,8 @@ __device__ __forceinline__ void make_words(const FwdMaskParams &m, const Sequenc
     __syncwarp();
 }
 
-/* Brings the words of each tile's partial blocks into the ring: by a bulk copy if they are stored,
- * otherwise by make_words. One warp. */
+/* Loads the words of each tile's partial blocks into the ring, by a bulk copy if they are stored.
+ * Otherwise make_words computes them. One warp. */
 template <class Tile>
 __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTile *tiles,
                                            smem_addr smem_s) {
@@ -219,7 +221,7 @@ __device__ __forceinline__ void load_words(const FwdMaskedParams &x, const FwdTi
 }
 
 /* ---- bias ---- */
-/* Loads the bias by TMA, 64 rows x the keys of a step for each warpgroup. One thread. */
+/* Loads a bias [.., Sq, Sk] by TMA: for each warpgroup 64 rows x the keys of a step. One thread. */
 template <class Tile>
 __device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTile *tiles,
                                           smem_addr smem_s) {
@@ -254,8 +256,8 @@ __device__ __forceinline__ void load_bias(const FwdMaskedParams &x, const FwdTil
     }
 }
 
-/* Copies the distances of each block twice, from the tables that prepare_distances has made. One
- * thread. */
+/* Copies the biases of each block's distances into both copies, from the tables that
+ * prepare_distances_kernel has written. One thread. */
 template <class Tile>
 __device__ __forceinline__ void load_distances(const FwdMaskedParams &x, const FwdTile *tiles,
                                                smem_addr smem_s) {
@@ -284,8 +286,8 @@ __device__ __forceinline__ void load_distances(const FwdMaskedParams &x, const F
     }
 }
 
-/* Copies the bias of each block's keys, 16 more columns of K, from where lift_keys_kernel has
- * written it. One thread. */
+/* Copies the bias of each block's keys, as 16 additional columns of K, from where lift_keys_kernel
+ * has written them. One thread. */
 template <class Tile>
 __device__ __forceinline__ void load_lifted(const FwdMaskedParams &x, const FwdTile *tiles,
                                             smem_addr smem_s) {
@@ -313,7 +315,8 @@ __device__ __forceinline__ void load_lifted(const FwdMaskedParams &x, const FwdT
     }
 }
 
-/* Writes the other operand of the lifted columns. The caller synchronises the block. */
+/* Writes the other operand of K's additional columns: `one` in three columns. The caller
+ * synchronises the block. */
 template <class Tile> __device__ __forceinline__ void write_ones(uint32_t one, smem_addr smem_s) {
     typedef Smem<Tile> S;
     if (threadIdx.x < S::ONES_BYTES / 16)

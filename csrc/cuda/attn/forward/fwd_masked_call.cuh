@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_masked_call.cuh: the kernel of flash_attn_fwd_masked_sm90a and
- * flash_attn_fwd_masked_wide_sm90a, with its plan and launch. The two differ in their tiles. */
+ * flash_attn_fwd_masked_wide_sm90a, with its plan and launch. The two differ in their tiles.
+ * serves_masked says which calls they refuse. */
 #ifndef GPUKERN_CUDA_FWD_MASKED_CALL_CUH
 #define GPUKERN_CUDA_FWD_MASKED_CALL_CUH
 
@@ -72,20 +73,22 @@ bool bias_fits(const gk_flash_attn_args *a, const gk_tensor &t, int kind) {
 }
 
 /* ---- the tables of distances ---- */
-/* The numbers of one head, for distances [-rows, keys): rows and keys are Sq and Sk, rounded up to
- * whole blocks. */
+/* The table of one head has an element for each distance in [-rows, keys), where rows and keys are
+ * Sq and Sk rounded up to whole blocks. */
 struct DistanceTables {
     const float *from;
     float *to;
     int64_t head, step; /* strides of `from` */
-    int rows, count;    /* rows; rows + keys, and 32 more that reads of whole copies reach */
-    int seq_q, last;    /* Sq; the last entry, Sq + Sk - 2 */
+    /* Sq rounded up; elements of a table, with some more that reads of whole copies reach */
+    int rows, count;
+    int seq_q, last; /* Sq; the last index of distance_bias, Sq + Sk - 2 */
     float per_scale;
 };
 
 constexpr int TABLE_THREADS = 256;
 
-/* Writes each head's table over the scale twice, the second one an entry on. -inf hides a key. */
+/* Writes each head's table twice, divided by the scale. The second copy begins one element later.
+ * -inf hides a key. */
 __global__ void __launch_bounds__(TABLE_THREADS)
     prepare_distances_kernel(const __grid_constant__ DistanceTables x) {
     const int at = blockIdx.x * TABLE_THREADS + threadIdx.x;
@@ -113,8 +116,8 @@ DistanceTables distance_tables(const gk_flash_attn_args *a) {
 }
 
 /* ---- the lifted biases of keys ---- */
-/* keys: Sk, rounded up to whole blocks, and a block more, because a tile's first block may begin
- * anywhere. */
+/* A bias of keys, as 16 additional columns of K (Smem::LIFT). keys: Sk rounded up to whole blocks,
+ * and one block more, because a tile's first block may begin anywhere. */
 struct LiftedKeys {
     gk_tensor from; /* [B or 1, Hq or 1, 1, Sk] */
     uint4 *to;
@@ -124,8 +127,8 @@ struct LiftedKeys {
     uint32_t one;
 };
 
-/* Writes a key's bias * per_scale as the first 8 of its 16 columns: three parts of 16 bits, which
- * the product adds up. The other columns are 0. */
+/* Writes a key's bias times per_scale as three 16-bit numbers that add up to it. They are the first
+ * of the key's 16 columns; the others are 0. The product adds them up. */
 template <class T, class Bias>
 __global__ void __launch_bounds__(TABLE_THREADS)
     lift_keys_kernel(const __grid_constant__ LiftedKeys x) {
@@ -151,7 +154,8 @@ LiftedKeys lifted_keys(const gk_flash_attn_args *a) {
     x.keys = (int)gk_round_up(a->k.shape[2], GK_MASK_TILE) + GK_MASK_TILE;
     x.heads = (int)x.from.shape[1];
     x.least = x.from.dtype == GK_F32 ? -FLT_MAX : x.from.dtype == GK_F16 ? -65504.f : -0x1.fep127f;
-    /* float16 could not hold bias / scale, so `one` is a power of 2 of at least 1 / scale */
+    /* float16 could not hold bias / scale. So `one` is a power of 2 of at least 1 / scale, and the
+     * parts are smaller by this factor. */
     int power = 0;
     if (a->q.dtype == GK_F16)
         while (power < 15 && ldexp(a->rules.scale, power) < 1) ++power;
@@ -171,11 +175,13 @@ template <class T> gk_status lift_keys(const gk_context *ctx, const char *op, co
                : launch<lift_keys_kernel<T, T>>(op, ctx, grid, TABLE_THREADS, 0, x);
 }
 
-/* The bytes of the workspace before the tables; see plan_masked. */
+/* Bytes of the workspace before the tables, see plan_masked. */
 size_t tiles_bytes(const FwdParams &x) {
     return (size_t)gk_round_up(64 + (int64_t)x.problem.batch * x.problem.heads_q * x.tiles_q, 256);
 }
 
+/* True if an instance can run the call. The modifiers that it refuses here go to
+ * flash_attn_fwd_scores_sm80. */
 template <class Tile>
 bool serves_masked(const gk_cuda_instance *row, const gk_context *ctx,
                    const gk_flash_attn_args *a) {
@@ -203,7 +209,7 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
     const gk_attn_scores *scores = gk_scores_of(a);
     FwdMaskedParams x = {};
     (FwdHopperParams &)x = fwd_hopper_params<Tile>(ctx, a);
-    /* This kernel neither splits the keys nor puts several heads into a tile. */
+    /* This kernel neither splits the keys nor puts several heads into one tile. */
     if (x.fwd.splits > 1 || x.tile_heads > 1) {
         x.fwd.splits = 1;
         x.fwd.by_splits = divisor_of(1);
@@ -247,7 +253,7 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
     if (S::TABLE) {
         const DistanceTables t = distance_tables(a);
         x.bias.head = scores->distance_bias->shape[0] > 1 ? 2 * t.count : 0;
-        x.bias.row = t.count; /* from the first copy to the second */
+        x.bias.row = t.count; /* the distance from the first copy to the second */
         x.bias.zero = t.rows;
     } else if (S::LIFT) {
         const LiftedKeys lifted = lifted_keys(a);
@@ -267,9 +273,10 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
     return x;
 }
 
-/* The parameters do not fit into the plan's own part, so run_masked computes them again. The first
- * 64 bytes of the workspace hold the counter of tiles; a byte for each tile follows, and then the
- * tables of distances or the lifted biases. */
+/* The parameters do not fit into the plan's own part, so run_masked computes them again.
+ *
+ * Workspace: 64 bytes for the counter of tiles; one byte of `spoilt` for each tile; the tables of
+ * distances or the additional columns of K. */
 template <class Tile>
 bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                  gk_plan *to) {

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_modified.cuh: the weights of a call with softcap or ALiBi, in place of PlainWeights
- * (fwd_weights.cuh). The arithmetic is in fwd_score.cuh.
+/* fwd_modified.cuh: the Weights policy of fwd_consumer.cuh for calls with softcap or ALiBi, in
+ * place of PlainWeights (fwd_weights.cuh). The arithmetic is in fwd_score.cuh.
  *
- * The exponent of a weight is one multiply-add of the product, so that it hides under the next
- * products. Three cases compute it in full first: a tile's first key block, a block with a mask,
- * and a block that is redone. */
+ * The exponent of a weight is one multiply-add of the product, so that its computation is hidden
+ * behind the next products. In three cases the complete score is computed first: a tile's first key
+ * block, a block with a mask, and a block that is redone. */
 #ifndef GPUKERN_CUDA_FWD_MODIFIED_CUH
 #define GPUKERN_CUDA_FWD_MODIFIED_CUH
 
 #include "fwd_weights.cuh"
 
 struct ModifiedWeights {
-    static constexpr bool HIDES_SCORES = false; /* visit does */
+    static constexpr bool HIDES_SCORES = false; /* visit() hides keys */
 
-    /* ALiBi terms of a lane's two rows in one key block. The slopes are 0 without ALiBi. */
+    /* The ALiBi terms of a lane's two rows in one key block. The slopes are 0 without ALiBi. */
     struct AlibiRows {
         float slope[2], ahead[2];
         int side; /* 1: all keys come before all rows; -1: all come after; 0: mixed */
@@ -22,7 +22,7 @@ struct ModifiedWeights {
     static __device__ __forceinline__ AlibiRows alibi_of(const C &c, const FwdTile &t, int block) {
         AlibiRows y = {};
         if (!c.x.units.has_alibi) return y;
-        /* position of the block's first key, row 0 being 0 */
+        /* the position of the block's first key, relative to that of row 0 */
         const int key = t.keys.lo + block * C::BKV - t.score.position0;
         const int key0 = key + frag_col(mov_tid_x() % 32, 0);
         if (c.x.tile_heads == 1) {
@@ -41,8 +41,8 @@ struct ModifiedWeights {
         return y;
     }
 
-    /* Calls take(i, e0, e1) with the exponents of scores i and i + 1: score in log2 units minus
-     * m. */
+    /* Calls take(i, e0, e1) with the exponents of scores i and i + 1: each score in log2 units,
+     * minus m. */
     template <class C, class Take>
     static __device__ __forceinline__ void visit(C &c, const FwdTile &t, int block, bool edge,
                                                  const float (&m)[2], const Take &take) {
@@ -54,7 +54,8 @@ struct ModifiedWeights {
         const auto kept = [&](int i, float e) { return !edge || columns.has(i) ? e : -INFINITY; };
         if (u.capped) {
 #pragma unroll
-            for (int at = 0; at < N * 2; ++at) { /* row by row, which needs fewer registers */
+            /* one row after the other, which needs fewer registers */
+            for (int at = 0; at < N * 2; ++at) {
                 const int i = at / N * 2 + at % N * 4;
                 float e[2];
                 cap_exponents(c.s, i, u, alibi.slope[0], alibi.ahead[0], m, e);
@@ -75,8 +76,8 @@ struct ModifiedWeights {
             for (int i = 0; i < N * 4; i += 2) take(i, kept(i, e(i)), kept(i + 1, e(i + 1)));
         }
     }
-    /* Weights of any key block, packed at once. While P and O are operands of running products,
-     * no registers are left for float32 weights beside their temporaries. */
+    /* Computes and packs the weights of any key block. While P and O are operands of running
+     * products, there are not enough registers for float32 weights and the temporaries. */
     template <class C>
     static __device__ __forceinline__ void weigh_any(C &c, const FwdTile &t, int block, bool edge) {
         constexpr int N = C::N;
@@ -110,14 +111,15 @@ struct ModifiedWeights {
             }
             return __all_sync(0xffffffffu, bits < __float_as_uint(c.x.units.end));
         }
-        float top[2] = {0, 0}; /* two chains, to shorten the dependency */
+        /* two maxima, because consecutive instructions on one wait for each other */
+        float top[2] = {0, 0};
 #pragma unroll
         for (int i = 0; i < N * 4; ++i) top[i & 1] = max_nan(top[i & 1], fabsf(c.s[i]));
         return __all_sync(0xffffffffu, max_nan(top[0], top[1]) < c.x.units.limit);
     }
 
-    /* Without OVERLAP the registers hold s or w, not both. The exponents before m is subtracted
-     * overwrite the scores. */
+    /* Replaces the scores by complete scores in log2 units, before m is subtracted. Without OVERLAP
+     * the registers hold s or w, not both. */
     template <class C>
     static __device__ __forceinline__ void finish_scores(C &c, const FwdTile &t, int block,
                                                          bool edge) {
@@ -134,7 +136,7 @@ struct ModifiedWeights {
         });
     }
 
-    /* In place of finish_scores: all weights of a tile's first block. Sets m. */
+    /* All weights of a tile's first block, and its m. Used in place of finish_scores. */
     template <class C>
     static __device__ __forceinline__ void first(C &c, const FwdTile &t, int block, bool edge) {
         if (C::OVERLAP) {

@@ -2,10 +2,10 @@
 /* fwd_pages.cuh: the producer of paged_prefill_sm90a. It finds where a sequence's keys end and
  * loads K and V by TMA, page by page, into tiles that the consumers of flash_attn_fwd_sm90a read.
  *
- *  a tile of BKV keys       panels of 64 columns, one behind the other; a box is 2^box_log2 rows of
+ *  a tile of BKV keys       panels of 64 columns, one after the other; a box is 2^box_log2 rows of
  *                           a panel and lies in one page
  *  a warp for K, one for V  each lane looks up the page of one box and copies it
- *  behind the last key      a box of a page outside the tensor, which TMA fills with zeros
+ *  after the last key       a box of a page outside the tensor, which TMA fills with zeros
  *  before the first key     a tile begins at a box boundary; consumers clear the rows of V that no
  *                           row of the sequence sees */
 #ifndef GPUKERN_CUDA_FWD_PAGES_CUH
@@ -14,26 +14,27 @@
 #include "fwd_producer.cuh"
 #include "../paged/prefill_call.cuh"
 
-/* A tile of the dense forward, over pages. */
+/* A tile of the dense forward whose keys are in pages. */
 template <class Tile> struct PagedTile : Tile {};
 template <class Tile> struct InBoxes<PagedTile<Tile>> {
     static constexpr bool value = true;
 };
 
+/* True if the formulas of fwd_score.cuh hold for the call's scale and softcap. */
 inline bool plain_scores(const gk_attn_rules &r) {
     return score_units(r.scale, r.softcap, r.alibi_slopes != NULL).plain;
 }
 
 struct PrefillParams {
-    /* f.k and f.v map the pages as pages_shape describes them. problem.seq_k is the number of
-     * keys that a row of the block table holds. */
+    /* f.k and f.v are the pages, as pages_shape describes them. problem.seq_k is the number of keys
+     * that a row of the block table has room for. */
     FwdHopperParams f;
     PrefillPages pages;
 };
 
-/* Reports errors in the lengths, also of sequences without a tile, and in the block-table
- * entries that some tile reads. One warp of each block; block c checks sequences c, c +
- * gridDim.x, and so on. */
+/* Reports errors in the lengths, also of sequences without a tile, and in the block-table entries
+ * that some tile reads. One warp of each block runs this; block c checks sequences c,
+ * c + gridDim.x, and so on. */
 __device__ __forceinline__ void check_prefill(const PrefillParams &x) {
 #pragma unroll 1
     for (int b = blockIdx.x; b < x.f.fwd.problem.batch; b += gridDim.x) {
@@ -50,8 +51,8 @@ __device__ __forceinline__ void check_prefill(const PrefillParams &x) {
     }
 }
 
-/* The page of the box whose first key is `key`. It is num_blocks, a page outside the tensor, if
- * no row of the tile sees the box or if the table entry is out of range. */
+/* The page of the box whose first key is `key`. If no row of the tile sees the box, or if the table
+ * entry is out of range, it is num_blocks, a page outside the tensor. */
 __device__ __forceinline__ int prefill_page(const PrefillPages &x, const FwdTile &t, int key) {
     unsigned page = (unsigned)x.num_blocks;
     if (key < t.keys.hi)
@@ -60,17 +61,16 @@ __device__ __forceinline__ int prefill_page(const PrefillPages &x, const FwdTile
     return (int)page;
 }
 
-/* One warp loads K and Q. With two Q buffers, the next tile's Q follows an early key block of
- * this tile. Another warp loads V. Registers are few, so a lane's box is computed from the
- * thread index each time. */
+/* One warp loads K and Q (OF_K), another warp loads V. With two Q buffers, the next tile's Q
+ * follows after an early key block of this tile. Registers are few, so a lane's box is computed
+ * from the thread index each time. */
 template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
     typedef Smem<Tile> S;
     typedef typename S::K Panels;
     static constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
-    /* AHEAD: the next tile's Q follows this key block. With two descriptions, the next tile is
-     * found only after the consumers have left the previous one, and K of this tile must not wait
-     * for it.
-     */
+    /* AHEAD: the next tile's Q follows after this key block. If there are only two tile
+     * descriptions, the next tile is found only after the consumers have finished the previous one.
+     * K of this tile must not wait for that, so Q follows later. */
     static constexpr int Q_BEHIND = S::TILE_STAGES > 2 ? 2 : 6;
     static_assert(Tile::HEAD_DIM == Tile::HEAD_DIM_V, "tiles of K and of V are alike");
     static_assert(Panels::panel_bytes == Tile::BKV * 128,
@@ -85,7 +85,8 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
         return t.keys.lo + block * Tile::BKV + row() % Tile::BKV;
     }
 
-    /* Looks up the page while the stage may still be in use. */
+    /* Loads this lane's box of key block number `at`. It looks up the page before it waits for the
+     * stage. */
     __device__ __forceinline__ void load(const FwdTile &t, int at, int block) const {
         const tma_steps<Tile::STAGES> ring = {smem_s + RING};
         const int page = prefill_page(x.pages, t, key_of(t, block));

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_plain.cuh: attention with one warp a row, for every dtype, modifier, alignment and layout.
- * flash_attn_fwd_plain and flash_attn_fwd_partial_plain use it for what the tiled kernels refuse:
- * float64, rows that do not begin at a multiple of 16 bytes, and float32 with a mask or biases.
- * fwd_mend.cuh uses it for single rows.
+ * flash_attn_fwd_plain and flash_attn_fwd_partial_plain use it for the calls that the tiled kernels
+ * refuse: float64, rows that do not begin at a multiple of 16 bytes, float32 with dropout, a mask
+ * or biases, and some head_dims above 256. flash_attn_fwd_plain.cu also uses it to compute single
+ * rows again (fwd_mend.cuh).
  *
  *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)
  *  out = sum e^(s_j - lse) v_j
@@ -11,11 +12,12 @@
  * float64 inputs). Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) in natural units;
  * sums are float32 or float64.
  *
- * Work split: a block takes WARPS rows of one head. A step takes 32 keys. For the scores a lane
- * owns one key; for the values it owns columns lane, lane + 32, and so on. Shared memory: q of each
- * warp, [WARPS][DIM]. There are instances of the kernel for DIM 256 and 576.
+ * Work split: a block takes WARPS rows of one head, one row for each warp. A step takes 32 keys.
+ * For the scores a lane owns one key; for the values it owns columns lane, lane + 32, and so on.
+ * Shared memory has q of each warp, [WARPS][DIM]. There are instances of the kernel for DIM 256 and
+ * 576.
  *
- * This kernel is not tuned for speed. */
+ * This kernel refuses nothing and is not tuned for speed. */
 #ifndef GPUKERN_CUDA_FWD_PLAIN_CUH
 #define GPUKERN_CUDA_FWD_PLAIN_CUH
 
@@ -29,21 +31,21 @@
 
 namespace {
 
-/* warps share nothing, so any block size that fills an SM serves */
+/* Warps are independent, so any block size that fills an SM will do. */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
-/* The largest head_dims of the two instances. checks.c lets no larger one through. */
+/* The largest head_dim of each of the two instances. checks.c refuses a larger one. */
 constexpr int NARROW = 256, WIDE = GK_CACHE_HEAD_DIM;
 
 struct Params {
     Problem problem;
-    int groups; /* groups of WARPS rows in a head */
+    int groups; /* number of groups of WARPS rows in a head */
     Dropout drop;
     bool accumulates;
     Scores scores;
 };
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
-/* PARTIAL: out has the accumulator's type, and may be merged with its old value. */
+/* PARTIAL: out has the accumulator's type, and the result may be merged with its old value. */
 template <class T, bool PARTIAL> struct OutOf {
     typedef T type;
 };
@@ -51,8 +53,8 @@ template <class T> struct OutOf<T, true> {
     typedef typename element<T>::acc type;
 };
 
-/* Computes the rows of a group, one for each warp. DIM: the largest head_dim. SCORES: the call has
- * a mask or biases (../scores.cuh). MEND: computes a row only if the row in out is not finite. */
+/* Computes the rows of a group, one in each warp. DIM: the largest head_dim. SCORES: the call has a
+ * mask or biases (../scores.cuh). MEND: computes a row only if the row in out is not finite. */
 template <class T, int DIM, bool PARTIAL, bool SCORES, bool MEND>
 __device__ __forceinline__ void attend_rows(const Params &params, int group, int head, int b) {
     typedef typename element<T>::acc W;
@@ -75,7 +77,7 @@ __device__ __forceinline__ void attend_rows(const Params &params, int group, int
     W *q_s = q_all_s[warp];
     const T *q_g = (const T *)p.q.data + p.q.at(b, head, seq.q0 + i);
     for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_acc(q_g[d]);
-    __syncwarp(); /* all lanes read q_s */
+    __syncwarp(); /* q_s is complete before any lane reads it */
 
     const int head_kv = head / p.group;
     const T *k_g = (const T *)p.k.data + p.k.at(b, head_kv, seq.k0);
@@ -117,7 +119,7 @@ __device__ __forceinline__ void attend_rows(const Params &params, int group, int
         weight *= drop_of<W>(params.drop, row, j);
         for (int t = 0; t < keys; ++t) {
             const W w = __shfl_sync(0xffffffffu, weight, t);
-            if (SCORES && !(seen >> t & 1)) continue; /* V of a hidden key may hold anything */
+            if (SCORES && !(seen >> t & 1)) continue; /* V of a hidden key may hold NaN */
             const T *v = v_g + (j0 + t) * p.v.row;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
@@ -128,10 +130,10 @@ __device__ __forceinline__ void attend_rows(const Params &params, int group, int
     Out *out_g = (Out *)p.out.data + p.out.at(b, head, seq.q0 + i);
     const int64_t lse_at = b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row;
     if constexpr (PARTIAL) {
-        /* the old value counts as one more key whose score is its lse */
+        /* The old value counts as one more key, whose score is its lse. */
         if (params.accumulates) {
             const W old_lse = ((const W *)p.lse.data)[lse_at];
-            __syncwarp(); /* all lanes have read it before it is overwritten */
+            __syncwarp(); /* all lanes have read old_lse before it is overwritten */
             if (old_lse > softmax.peak) {
                 const W shrink = softmax.raise(old_lse);
                 softmax.sum *= shrink;
@@ -155,7 +157,8 @@ __device__ __forceinline__ void attend_rows(const Params &params, int group, int
         ((W *)p.lse.data)[lse_at] = total == 0 ? (W)-INFINITY : softmax.peak + log(total);
 }
 
-/* The number of blocks on an SM that leaves enough registers, so that nothing spills. */
+/* The number of blocks on an SM that leaves each thread enough registers, so that nothing
+ * spills. */
 template <class T, int DIM, bool SCORES> constexpr int resident() {
     return sizeof(T) < 8 ? 4 : DIM > NARROW ? 2 : SCORES ? 3 : 4;
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_producer.cuh: the producer warpgroup of flash_attn_fwd_sm90a, and what the block keeps in
- * shared memory.
+/* fwd_producer.cuh: the producer warpgroup of Hopper's forward kernels, and the layout of a block's
+ * shared memory (Smem). fwd_kernel.cuh is the kernel; fwd_masked.cuh and fwd_pages.cuh extend it.
  *
- * One warp (find_tiles) finds the block's next tile and the keys that its rows see. It writes them
- * into shared memory, up to four tiles ahead (two with a mask). One thread of another warp
- * (load_tiles) reads the descriptions and loads Q, K and V by TMA. fwd_masked.cuh adds warps that
- * load a stored mask and a bias. */
+ * A block stays on its SM and processes tile after tile. One warp (find_tiles) finds the block's
+ * next tile of queries and the keys that its rows see. It writes this description (FwdTile) into
+ * shared memory, up to four tiles ahead, or two with a mask. One thread of another warp
+ * (load_tiles) reads the descriptions and loads Q, K and V by TMA. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
@@ -23,8 +23,8 @@
 
 /* ---- 1. parameters and shared memory --------------------------------------------------------- */
 struct FwdHopperParams {
-    /* boxes of 64 columns and BQ rows (with several heads in a tile: seq_q rows of each), BKV,
-     * BKV and 16 rows */
+    /* The TMA boxes have 64 columns. Their rows are BQ for q, BKV for k and v, and 16 for out. If a
+     * tile has several heads, the box of q has seq_q rows of each. */
     CUtensorMap q, k, v, out;
     FwdParams fwd;
     FwdSchedule schedule;
@@ -34,41 +34,43 @@ struct FwdHopperParams {
     Divisor by_batch, by_group;
     bool reads;  /* device tensors give lengths, positions or slopes */
     bool simple; /* each warp's results are whole rows of one head; no sinks, no splits */
-    /* query heads in a tile. Row r of it is query r % seq_q of head r / seq_q. With 1, row r is
-     * the query */
+    /* Query heads in a tile. Row r of a tile is query r % seq_q of head r / seq_q. With one head,
+     * row r is query r. */
     int tile_heads;
-    Divisor by_head; /* rows of a head in a tile; with one head, a divisor that always gives 0 */
-    int q_bytes;     /* bytes of a tile's Q, as TMA counts them */
-    int box_log2;    /* InBoxes: log2 of the keys of a box */
+    /* by the rows of a head in a tile; with one head, a divisor whose quotient is always 0 */
+    Divisor by_head;
+    int q_bytes;  /* bytes of a tile's Q, as TMA counts them */
+    int box_log2; /* if InBoxes: log2 of the keys of a box */
 };
 
-/* A stored mask (attn_mask.h) and the order in which tiles of queries are taken. A block takes the
- * next tile when it is free, by a global counter. Heads are scheduled in groups whose K and V
- * together are about as large as L2. Within a group, the tiles with the longest lists come first.
- * All groups are equally large except the first, which is the smaller one, so that the call ends
- * with many short tiles. */
+/* A stored mask (attn_mask.h), and the order in which tiles of queries are processed. A free block
+ * takes the next tile from a global counter. Heads are scheduled in groups whose K and V together
+ * are about as large as L2. Within a group, tiles with long lists come first. All groups have the
+ * same number of heads except the first, which may have fewer. So the call ends with many short
+ * tiles. */
 struct FwdMaskParams {
     const int32_t *data;
     int64_t batch, head; /* strides, 0 where the mask broadcasts */
     gk_mask_layout at;
     gk_mask_store store;
     int *next; /* workspace, cleared before the launch: the number of tiles taken so far */
-    int units, tiles_q, tiles_k; /* units: tiles of all heads */
+    int units, tiles_q, tiles_k; /* units: the tiles of all heads */
     /* the last block of keys if it has fewer than 128 keys, otherwise -1 */
     int incomplete_block;
-    int first; /* heads of the first group; the other groups have by_width.by */
+    int first; /* heads of the first group; each other group has by_width.by heads */
     Divisor by_first, by_units, by_width; /* by_units: tiles of a group other than the first */
 };
 
-/* A bias. BIAS 1, [.., Sq, Sk]: of the operands' dtype. BIAS 2, [.., 1, Sk], and BIAS 3, by
- * distance: `data` is in the workspace; lift_keys_kernel and prepare_distances_kernel say what it
- * is. */
+/* A bias. BIAS 1: [.., Sq, Sk] in the operands' dtype. BIAS 2: a bias of keys [.., 1, Sk]. BIAS 3:
+ * a bias by distance. With BIAS 2 and 3, `data` is in the workspace, where lift_keys_kernel or
+ * prepare_distances_kernel has written it. */
 struct FwdBiasParams {
     const void *data;
-    int64_t batch, head, row; /* strides; BIAS 2: batch and head in bytes */
+    int64_t batch, head, row; /* strides in elements; with BIAS 2, batch and head in bytes */
     int of_batch, of_head;    /* 0 if the bias broadcasts over the batch, over the heads; else 1 */
-    uint32_t one;             /* BIAS 2: the 16-bit number that the parts are multiplied by */
-    int zero;                 /* BIAS 3: the place of distance 0 */
+    /* BIAS 2: the 16-bit number by which the product multiplies the parts of a bias */
+    uint32_t one;
+    int zero; /* BIAS 3: the index of distance 0 */
 };
 
 struct FwdMaskedParams : FwdHopperParams {
@@ -88,16 +90,17 @@ template <class Tile> struct ParamsOf<Tile, true> {
     typedef FwdMaskedParams type;
 };
 
-/* True if a tile's keys are loaded in boxes, each from one page. A tile then begins at a box
- * boundary, which may lie before the first key that any row of the sequence sees. */
+/* True if a tile's keys are loaded in boxes, each from one page. The tile's first key is then the
+ * first of a box, which may lie before the first key that any row of the sequence sees. */
 template <class Tile> struct InBoxes {
     static constexpr bool value = false;
 };
 
 /* The description of a tile of queries, written by the producer. */
 struct __align__(16) FwdTile {
-    /* The part that a consumer reads first, in one load. own: the key blocks that the rows of
-     * each warpgroup see. blocks: key blocks of the tile; -1 means that there are no more tiles. */
+    /* A consumer reads this part first, in one load. own: for each warpgroup, the number of key
+     * blocks that its rows see. blocks: the number of key blocks of the tile; -1 means that there
+     * are no more tiles. */
     struct __align__(16) {
         int own[3], blocks;
     } steps;
@@ -110,14 +113,15 @@ struct __align__(16) FwdTile {
     FwdKeys keys;
     Score score;
     int rows;    /* rows in use, over all heads of the tile */
-    int nearest; /* the key block that comes first (fwd_block) */
-    /* > 0: only this many keys of the last block belong to the sequence; further rows of V may
-     * hold NaN */
+    int nearest; /* the key block that is taken first (fwd_block) */
+    /* If positive, only this many keys of the last block belong to the sequence. Later rows of V
+     * may hold NaN. */
     int incomplete;
 };
 
-/* The additional description of a masked tile. data: the mask of its head. tile: its tile of
- * queries in the mask. partial: one bit for each entry of its list, set if the block is partial. */
+/* The additional description of a tile with a stored mask. data: the mask of the tile's head. tile:
+ * its index among the mask's tiles of queries. partial: one bit for each entry of the tile's list,
+ * 1 if the block is partial. */
 struct FwdMarks {
     const int32_t *data;
     int tile;
@@ -132,7 +136,7 @@ template <bool MODIFIED> __device__ __forceinline__ int block_at(const FwdTile &
     return MODIFIED ? fwd_block(at, t.nearest) : at;
 }
 
-/* Head and query of a tile's row. The query may lie past the sequence. */
+/* The head and query of a tile's row. The query may lie past the end of the sequence. */
 struct FwdRow {
     int head, i;
 };
@@ -141,7 +145,7 @@ __device__ __forceinline__ FwdRow row_of(const FwdHopperParams &x, const FwdTile
     return {t.work.head + head, at - head * (int)x.by_head.by};
 }
 
-/* Keys of two 8 x 8 matrices of lifted columns (Smem::LIFT), which take 256 bytes. */
+/* LIFT (Smem): eight keys have two 8 x 8 matrices of additional columns, 256 bytes. */
 constexpr int LIFT_ROWS = 8;
 
 template <class Tile> struct Smem {
@@ -150,31 +154,40 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    /* BIAS: the consumers add a bias [.., Sq, Sk] to the exponents. LIFT: the bias of keys is 16
-     * more columns of K. TABLE: S begins as the bias by distance. SCORED: any of these or a mask.
-     */
+    /* How a tile treats the mask and the bias.
+     *
+     * BIAS: the consumers add a bias [.., Sq, Sk] to the exponents.
+     *
+     * LIFT: the bias of keys is 16 additional columns of K.
+     *
+     * TABLE: a bias by distance. S starts as this bias, and the product is added to it.
+     *
+     * SCORED: any of these or a mask. */
     static constexpr bool MASK = ScoresOf<Tile>::MASK != 0, LIFT = ScoresOf<Tile>::BIAS == 2,
                           TABLE = ScoresOf<Tile>::BIAS == 3, BIAS = ScoresOf<Tile>::BIAS == 1,
                           SCORED = MASK || LIFT || TABLE || BIAS;
-    /* MASK: the steps that take a block of the mask's list. With two, the first step has the keys
-     * and the words' low halves of the first 64 columns. The last block of keys has one step if it
-     * ends there. */
+    /* MASK: the number of steps that one block of the mask's list takes. With two, the first step
+     * has the first 64 keys and the low halves of the words. The last block takes one step if it
+     * has no more keys than that. */
     static constexpr int STEPS = MASK ? GK_MASK_TILE / Tile::BKV : 1;
     static_assert(!MASK || (STEPS <= 2 && STEPS * Tile::BKV == GK_MASK_TILE),
                   "a step takes a block of the list or half of one");
-    /* Finding a tile takes longer than multiplying one with few keys. With a mask, blocks compete
-     * for tiles, and a block that finds far ahead takes tiles that an idle block could compute. */
+    /* Descriptions that may be written ahead. Finding a tile takes longer than multiplying one with
+     * few keys. With a mask, blocks compete for tiles, and a block that finds far ahead takes tiles
+     * that an idle block could compute. */
     static constexpr int TILE_STAGES = MASK ? 2 : 4;
     typedef tma_ring<TILE_STAGES> TileRing;
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
-    typedef wgmma_panels<64, Tile::BKV> Bias; /* of a warpgroup's rows */
-    /* LIFT: K's 16 more columns of a stage, in WGMMA's layout without swizzle: 8 x 8 matrices of
-     * 128 bytes, two for each 8 keys. Before the stages lie 8 rows of the other operand, `one` in
-     * three columns and 0 in the others, which are read again for every 8 rows. (compute-sanitizer
-     * counts such a read as 2 KB long, so they cannot come last.) */
+    typedef wgmma_panels<64, Tile::BKV> Bias; /* the bias of a warpgroup's rows in one step */
+    /* LIFT: the 16 additional columns of K in each stage, in WGMMA's layout without swizzle: 8 x 8
+     * matrices of 128 bytes, two for each 8 keys. The other operand lies before these stages. It
+     * has 8 rows, which the product reads again for every 8 rows of Q. Each row has `one` in three
+     * columns and 0 in the others. (compute-sanitizer takes such a read for one of 2 KB, so these
+     * rows cannot lie at the end.) */
     static constexpr int LIFT_BYTES = Tile::BKV * 32, ONES_BYTES = 256;
-    /* TABLE: the distances of a block in two copies, the second one element on */
+    /* TABLE: the biases of a block's distances, in two copies. The second copy begins one element
+     * later, so that every pair of columns is an aligned load in one of them. */
     static constexpr int COPY_BYTES = (BQ + Tile::BKV) * 4, TABLE_STAGES = 2;
     static constexpr int BIAS_AT = V_AT + Tile::STAGES * V::bytes;
     static constexpr int ONES_AT = BIAS_AT, LIFT_AT = ONES_AT + ONES_BYTES;
@@ -185,17 +198,17 @@ template <class Tile> struct Smem {
                          K_RING = Q_RING + QRing::bytes;
     static constexpr int V_RING = K_RING + KvRing::bytes, TILE_RING = V_RING + KvRing::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
-    /* With MASK, the FwdMarks follow the tiles, each in the space of one FwdTile (marks_of). Then
-     * come the words of partial blocks, in stages of 2 KB. With BIAS and steps of 128 keys there is
-     * room for one stage only. */
+    /* With MASK, the FwdMarks follow the FwdTiles, each in the space of one FwdTile (marks_of).
+     * Then come the words of partial blocks, in stages of 2 KB. With BIAS and steps of 128 keys
+     * there is room for one stage only. */
     static constexpr int WORDS_STAGES = BIAS && STEPS == 1 ? 1 : 2,
                          WORDS_BYTES = GK_MASK_BLOCK_INTS * 4;
     static constexpr int WORDS_AT = TILES + TILE_STAGES * (MASK ? 2 : 1) * (int)sizeof(FwdTile);
     static constexpr int WORDS_RING = WORDS_AT + (MASK ? WORDS_STAGES * WORDS_BYTES : 0);
-    /* a ring of one stage for each warpgroup; TABLE: one ring of two stages */
+    /* BIAS: a ring of one stage for each warpgroup; TABLE: one ring of two stages */
     static constexpr int BIAS_RING = WORDS_RING + (MASK ? WORDS_STAGES * 16 : 0);
-    /* MASK: the number of tiles that warp 1 has described, and that warp 2 has read. These counters
-     * are in shared memory, because the producer has only 24 registers. */
+    /* MASK: the number of tiles that warp 1 has described, and the number that warp 2 has read.
+     * They are in shared memory, because the producer has only 24 registers. */
     static constexpr int COUNTS = BIAS_RING + (BIAS || TABLE ? 32 : 0);
     static constexpr int BYTES = COUNTS + (MASK ? 16 : 0);
     static_assert(sizeof(FwdMarks) <= sizeof(FwdTile), "marks take the place of a tile");
@@ -227,8 +240,8 @@ template <int BQ> __device__ __forceinline__ int packed_tiles(const Problem &p, 
     return (min(end - q0, p.seq_q) + BQ - 1) / BQ;
 }
 
-/* The sequence that contains a unit of a packed call, or -1. On return `unit` is the index
- * within that sequence. All lanes of a warp take part; each pass looks at 32 sequences. */
+/* The sequence that contains work unit `unit` of a packed call, or -1. On return `unit` is the
+ * index within that sequence. All lanes of a warp take part; each pass looks at 32 sequences. */
 template <int BQ>
 __device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule &s, int &unit) {
 #pragma unroll 1
@@ -253,8 +266,8 @@ __device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule 
     return -1;
 }
 
-/* Finds the tile that the block takes at step i. Returns false if there are no more. work->i0 <
- * 0 means that this unit of a packed call has no second tile. All lanes take part. */
+/* Finds the i-th tile of the block. Returns false if there are no more. work->i0 < 0 means that
+ * this work unit of a packed call has no second tile. All lanes take part. */
 template <int BQ>
 __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdWork *work) {
     const Problem &p = x.fwd.problem;
@@ -276,7 +289,7 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdW
     return true;
 }
 
-/* Fills in which keys the tile's rows see. All heads of a tile see the same. One thread. */
+/* Fills in which keys the tile's rows see. All heads of a tile see the same keys. One thread. */
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
@@ -288,8 +301,8 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
                             : ScoresOf<Tile>::BIAS == 2 ? LIFT_ROWS
                             : ScoresOf<Tile>::BIAS == 1 ? 8 /* 16 bytes, which TMA's columns need */
                                                         : 1);
-    /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
-     * hold anything, including NaN. */
+    /* TMA fills rows past the end of a dense tensor with zeros. Other keys that no row of the
+     * sequence sees may hold anything, including NaN. */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1),
               left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
     t.keys = keys;
@@ -313,7 +326,7 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
         (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
 }
 
-/* Completes the description of a tile and marks it full. One thread. */
+/* Completes the description of a tile and marks its stage full. One thread. */
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, smem_addr full_s) {
     describe_keys<Tile, MODIFIED>(t, x);
@@ -321,16 +334,17 @@ __device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, s
     mbarrier_arrive(full_s);
 }
 
-/* One warp writes tile descriptions while earlier tiles are being loaded. The producer has few
- * registers, so values are recomputed or reread instead of kept. sequence(b): the range of
- * sequence b, for calls that read it from device tensors. */
+/* One warp writes tile descriptions while other warps load and compute earlier tiles. The producer
+ * has few registers, so values are recomputed or reread instead of kept. sequence(b): the range of
+ * sequence b, in calls that read it from device tensors. */
 template <class Tile, bool MODIFIED, class SequenceOf>
 __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem,
                                            smem_addr smem_s, const SequenceOf &sequence) {
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
-    /* all sequences are alike: one lane works, without waiting for the previous kernel */
+    /* All sequences are alike. One lane does the work, and it need not wait for the previous
+     * kernel. */
     if (!x.reads) {
 #pragma unroll 1
         for (;; ++n) {
@@ -365,8 +379,8 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
     }
 }
 
-/* Loads Q of tile n in boxes of COLUMNS columns. One thread. A tile without keys, or the end
- * marker, completes the barrier without a load. */
+/* Loads Q of tile n in boxes of COLUMNS columns. One thread. For a tile without keys, or for the
+ * end marker, it completes the barrier without a load. */
 template <class Tile, int COLUMNS = 64>
 __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s,
                                        int n) {
@@ -382,8 +396,9 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     }
 }
 
-/* Which block of keys a tile takes at step j. load_tiles calls key(t, j) for K at step j, then
- * value(t, j - 1) for V. ListedBlocks (fwd_masked.cuh) reads a mask's list instead. */
+/* The block of keys that a tile takes at step j. load_tiles calls key(t, j) for K at step j, then
+ * value(t, j - 1) for V of the previous step. ListedBlocks (fwd_masked.cuh) reads a mask's list
+ * instead. */
 template <bool MODIFIED> struct OrderedBlocks {
     __device__ __forceinline__ int key(const FwdTile &t, int j) const {
         return block_at<MODIFIED>(t, j);
@@ -393,8 +408,8 @@ template <bool MODIFIED> struct OrderedBlocks {
     }
 };
 
-/* Loads K and V in the order in which the consumers read them: K_0, K_1, V_0, K_2, V_1, and so
- * on. With two Q buffers, the next tile's Q follows K_2 and V_1 of this tile. */
+/* Loads K and V in the order in which the consumers read them: K_0, K_1, V_0, K_2, V_1, and so on.
+ * With two Q buffers, the next tile's Q follows after K_2 and V_1 of this tile. */
 template <class Tile, bool MODIFIED, class Blocks = OrderedBlocks<MODIFIED>>
 __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
                                            smem_addr smem_s, Blocks of = Blocks()) {
@@ -428,8 +443,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                                            t.from.k_row + of.value(t, j - 1) * Tile::BKV,
                                            t.from.head_kv, t.from.b, v.full(at));
             }
-            /* its buffer becomes free after all warps' first weights; loads that are needed
-             * sooner go first */
+            /* The next tile's Q. Its buffer becomes free when all warps have their first weights of
+             * this tile. Loads that are needed sooner go first. */
             if (AHEAD && j == min(2, blocks)) {
                 described.wait_full(n + 1);
                 load_q<Tile>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
@@ -439,7 +454,7 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    /* signals the end to the consumers */
+    /* the end marker, which signals the end to the consumers */
     if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 

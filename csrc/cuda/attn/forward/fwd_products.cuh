@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_products.cuh: the WGMMA products that the consumers of flash_attn_fwd_sm90a issue, the
- * order in which warpgroups issue them, and the clearing of registers and of V's rows. */
+/* fwd_products.cuh: the WGMMA products that the consumers of Hopper's forward kernels issue, the
+ * order in which warpgroups issue them, and functions that zero registers and rows of V. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCTS_CUH
 #define GPUKERN_CUDA_FWD_PRODUCTS_CUH
 
@@ -9,8 +9,8 @@
 #include "../../ptx/wgmma.cuh"
 #include "fwd_producer.cuh"
 
-/* turn_begin waits until the previous warpgroup has issued its products, turn_end lets the next
- * one issue. The order keeps the warpgroups out of step, so that one multiplies while another
+/* turn_begin waits until the previous warpgroup has issued its products. turn_end lets the next one
+ * issue. This order keeps the warpgroups out of phase, so that one multiplies while another
  * computes weights. */
 template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) {
     bar_sync(1 + warpgroup, 256);
@@ -19,8 +19,8 @@ template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
     bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
 }
 
-/* S [64][BKV] = Q K^T for this warpgroup's rows; TABLE: S += Q K^T. lift_s: LIFT's more columns of
- * K. */
+/* S [64][BKV] = Q K^T for this warpgroup's rows, or with TABLE S += Q K^T. lift_s: LIFT's
+ * additional columns of K. */
 template <class T, class Tile>
 __device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s,
                                              smem_addr k_s, int row, smem_addr lift_s,
@@ -49,13 +49,13 @@ __device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2],
     wgmma_commit_group();
 }
 
-/* Zeroes d here and not at its first use. */
+/* Zeroes d at this point of the program. The compiler may not delay it to the first use of d. */
 template <int N> __device__ __forceinline__ void clear(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) zero_here(d[i]);
 }
 
-/* Zeroes rows [from, end) of V. A weight of 0 times NaN would be NaN. */
+/* Zeroes rows [from, end) of V, because a weight of 0 times NaN would be NaN. */
 template <class Tile>
 __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup,
                                            int end = Tile::BKV) {

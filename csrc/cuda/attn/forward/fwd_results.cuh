@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_results.cuh: writes O and lse of a consumer warp's 16 rows of flash_attn_fwd_sm90a, either to
- * the tensors or to a partial result in the workspace.
+/* fwd_results.cuh: how a consumer warp of Hopper's forward kernels writes O and lse of its 16 rows,
+ * to the tensors or to a partial result in the workspace.
  *
- * With two Q buffers, O is staged in the warp's own rows of Q and stored by TMA. With one, the next
- * Q is already on its way into that space, so O is stored from registers. */
+ * With two Q buffers, O is stored to the warp's own rows of Q in shared memory, and TMA stores it
+ * from there. With one, the next Q may already be arriving in that space, so O is stored from
+ * registers. */
 #ifndef GPUKERN_CUDA_FWD_RESULTS_CUH
 #define GPUKERN_CUDA_FWD_RESULTS_CUH
 
@@ -64,8 +65,8 @@ __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTi
     typedef typename Smem<Tile>::Q Q;
     const Problem &p = x.fwd.problem;
     const int warp = mov_tid_x() / 32, lane = laneid(), first = t.work.i0 + 16 * warp;
-    /* TMA skips rows past a dense tensor, but in a packed one those rows are the next
-     * sequence's. The vote tells the compiler that all lanes agree. */
+    /* TMA skips rows past the end of a dense tensor, but in a packed one those rows belong to the
+     * next sequence. The vote shows the compiler that all lanes agree. */
     if (__all_sync(0xffffffffu, x.tile_heads == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
         fence_proxy_async(); /* orders this lane's writes before TMA's read */
         __syncwarp();        /* waits for the writes of all lanes */
@@ -95,7 +96,7 @@ __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTi
     }
 }
 
-/* Stores through the staging rows. Serves every call with one split. */
+/* Stores O through the rows of Q, in any call with one split. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTile &t,
                                            const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -107,7 +108,7 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
     for (int r = 0; r < 2; ++r) {
         const FwdResult y = result_of(x, t, r);
         sum[r] = softmax.result(r, y.real ? sink_of(p, y.at.head) : -INFINITY);
-        /* rows that no head fills must stay finite in Q */
+        /* rows that no head fills must stay finite, because they are rows of Q */
         factor[r] = y.real && sum[r].sum != 0 ? __fdividef(sum[r].share, sum[r].sum) : 0.f;
     }
     stage_rows<T, Tile>(o, factor, q_s);
@@ -120,7 +121,8 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
     }
 }
 
-/* store_tile for a `simple` call, in a third of the instructions. */
+/* store_tile for a call that is `simple` (FwdHopperParams). It takes a third of the
+ * instructions. */
 template <class T, class Tile>
 __device__ __forceinline__ void
 store_simple(const FwdHopperParams &x, const FwdTile &t, const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -139,7 +141,7 @@ store_simple(const FwdHopperParams &x, const FwdTile &t, const StaleSoftmax<T, T
     if (i + 8 < t.seq.seq_q) lse_g[8 * lse.row] = softmax.lse_of(1, sum[1]);
 }
 
-/* Stores from registers. Serves every call with one split. */
+/* Stores O from registers, in any call with one split. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const FwdTile &t,
                                              const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -171,7 +173,8 @@ __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const Fwd
 }
 
 /* Stores O and lse in float32 from registers. If fwd.lse_splits is set, out and lse hold the
- * attention over other keys and are merged with this result. A side that saw no key is not read. */
+ * attention over other keys, which is merged with this result. The old value is not read if it saw
+ * no key. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const FwdTile &t,
                                               const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -185,7 +188,7 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
               share = 0;
         if (x.fwd.lse_splits) {
             const float old_lse = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
-            __syncwarp(); /* all lanes of the row have read it before it is overwritten */
+            __syncwarp(); /* all lanes of the row have read old_lse before it is overwritten */
             if (old_lse != -INFINITY) {
                 const float peak = fmaxf(old_lse, lse), a = __expf(old_lse - peak),
                             b = __expf(lse - peak);

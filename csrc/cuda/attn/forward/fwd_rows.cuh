@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_rows.cuh: shared by the forward kernels. It fills the rows of packed results that no
- * sequence owns, and checks the alignment that 16-byte copies need. */
+/* fwd_rows.cuh: two helpers of all forward kernels. One fills the rows of a packed result that no
+ * sequence owns. The other checks the alignment that 16-byte copies need. */
 #ifndef GPUKERN_CUDA_FWD_ROWS_CUH
 #define GPUKERN_CUDA_FWD_ROWS_CUH
 
 #include "../../tile/convert.cuh"
 #include "../problem.cuh"
 
-/* Writes out = 0 and lse = -inf for rows from cu_seqlens_q[batch] on and for rows of a sequence
- * past max_seqlen_q. Block x serves the end of sequence x, the last block the end of the tensor;
- * the blocks y share its rows. */
+/* Writes out = 0 and lse = -inf for rows from cu_seqlens_q[batch] on, and for rows of a sequence
+ * past max_seqlen_q. Block x serves the end of sequence x, and the last block the end of the
+ * tensor. The blocks along y divide these rows. */
 template <class T> __global__ void __launch_bounds__(128) clear_unowned_kernel(Problem p) {
     typedef typename element<T>::acc W;
     const int b = blockIdx.x;

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_schedule.cuh: the order in which the blocks of flash_attn_fwd_sm90a take tiles of queries.
  *
- * The order follows from shapes alone; there is no counter in memory. A work unit is one tile of
+ * The order depends on shapes alone, and there is no counter in memory. A work unit is one tile of
  * one head. Under a causal mask a unit is a pair of tiles, i and n - 1 - i: the keys of a pair add
  * up to the same number for every i. Block c takes units c, c + blocks, c + 2 blocks, and so on.
- * Units of one head are neighbours, so blocks that run at the same time read the same keys from L2.
+ * Consecutive units belong to one head, so blocks that run at the same time read the same keys from
+ * L2.
  *
- * An incomplete last round of pairs would take as long as a whole pair. So the tiles of the last
- * one or two rounds, and the middle tile of an odd number, are scheduled one by one instead:
- * longest first, from block 0 to the last block, then back from the last to block 0. With a sliding
- * window, all tiles of a head but the first few are equally long. The first few come last, in the
- * same way.
+ * An incomplete last round of pairs would take as long as a full one. So the tiles of the last one
+ * or two rounds are scheduled one by one instead, and so is the middle tile of an odd number of
+ * tiles. The longest come first. They go to block 0, 1, .. up to the last block, then from the last
+ * block back to block 0. With a sliding window, the first few tiles of a head are shorter than all
+ * the others. They come last, scheduled in the same way.
  *
  * Everything here is a plain function that tests/csrc/check_attn_sm90a.cpp also runs on the CPU. */
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
@@ -19,8 +20,8 @@
 #include "../../layout/layout.cuh" /* GK_HD */
 #include "../../tile/divisor.h"
 
-/* A group of tiles that are scheduled one by one: `count` tiles, longest first. For each length
- * there is one tile from each of the last `heads` heads; `tile` is the index of the longest. */
+/* A group of tiles that are scheduled one by one: `count` tiles, longest first. For each length it
+ * has one tile of each of the last `heads` heads. `tile` is the index of the longest tile. */
 struct FwdSingles {
     int count, heads, tile;
     Divisor by_heads;
@@ -30,7 +31,8 @@ struct FwdSchedule {
     int tiles;  /* tiles of a head; packed call: of its longest sequence */
     int splits; /* parts into which a tile's keys are split; each part is a unit */
     int paired; /* 1: a unit is the pair of tiles i and n - 1 - i */
-    /* number of a head's first tiles that see fewer keys and are scheduled last; 0 with pairs */
+    /* the number of a head's first tiles, which see fewer keys and are scheduled last; 0 with
+     * pairs */
     int short_tiles;
     int heads;  /* batch x heads; packed call: heads of one sequence */
     int units;  /* of all heads; packed call: an upper bound */
@@ -49,10 +51,10 @@ struct FwdUnit {
 
 constexpr GK_HD int fwd_units_of(int tiles, int paired) { return paired ? (tiles + 1) / 2 : tiles; }
 
-/* Unit `unit` of a packed call, within a sequence of `tiles` tiles. The last tile comes first,
+/* Work unit `unit` of a sequence of `tiles` tiles, in a packed call. The last tile comes first,
  * because under a causal mask it is the longest. With pairs, the middle tile of an odd number is
- * half a unit. The middle tiles of all heads come last, so that they do not fall to the same
- * blocks in every round. */
+ * half a unit. The middle tiles of all heads come last, so that they do not go to the same blocks
+ * in every round. */
 constexpr GK_HD FwdUnit fwd_unit(int tiles, const FwdSchedule &s, int unit) {
     const int split = unit % s.splits, rest = unit / s.splits;
     if (!s.paired) return {rest / tiles, split, {tiles - 1 - rest % tiles, -1}};
@@ -65,7 +67,7 @@ struct FwdPlace {
     int head, tile, split; /* head -1: no tile */
 };
 
-/* The at-th tile of a dense call's one-by-one tiles, longest first. */
+/* Tile number `at` among those of a dense call that are scheduled one by one, longest first. */
 inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
 #ifdef __CUDACC__
 #pragma unroll 1 /* the caller has few registers */
@@ -81,9 +83,9 @@ inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
     return {-1, 0, 0};
 }
 
-/* The tile that block c of a dense call takes at its step i. */
+/* The i-th tile of block c in a dense call. */
 inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
-    /* the round among the one-by-one tiles */
+    /* the round among the tiles that are scheduled one by one */
     const int last = i - (s.paired ? 2 * s.rounds : s.rounds);
     if (last >= 0) return fwd_single(s, last * s.blocks + (last % 2 ? s.blocks - 1 - c : c));
     const int unit = c + (s.paired ? i / 2 : i) * s.blocks;
@@ -113,7 +115,8 @@ inline void fwd_make_schedule(FwdSchedule *s, int sms) {
     if ((!s->paired && s->short_tiles == 0) || s->blocks == 0) return;
     const int whole = (int)(units / s->blocks);
     s->rounds = !s->paired || s->tiles < FWD_SINGLES || whole == 0 ? whole : whole - 1;
-    /* Whole rounds cover all heads before `first`, and the units before u0 of head `first`. */
+    /* The full rounds take all units of the heads before `first`, and the units before u0 of head
+     * `first`. */
     const int64_t scheduled = (int64_t)s->rounds * s->blocks;
     const int first = of_head ? (int)(scheduled / of_head) : s->heads,
               u0 = of_head ? (int)(scheduled % of_head) : 0;
@@ -128,9 +131,9 @@ inline void fwd_make_schedule(FwdSchedule *s, int sms) {
     }
 }
 
-/* The key block that comes at step `at`. With ALiBi the block nearest to the queries comes
- * first, because weights fall with distance from it. In the other direction they would grow by
- * more than a stale reference allows. nearest of 0 means first to last. */
+/* The key block that a tile takes at step `at`. With ALiBi it first takes the block nearest to its
+ * queries, because weights fall with the distance from it. In the other direction they would grow
+ * by more than a stale reference allows. If `nearest` is 0, the order is first to last. */
 constexpr GK_HD int fwd_block(int at, int nearest) { return at <= nearest ? nearest - at : at; }
 
 #endif

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_sm80.cuh: attention on tensor cores by mma.sync, 16-bit, dense and packed, every modifier. It
- * is the kernel of flash_attn_fwd_sm80, with DROP of flash_attn_fwd_drop_sm80, and with SCORES (a
- * mask or biases, ../scores_mma.cuh) of flash_attn_fwd_scores_sm80.
- * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and loops over
- * the keys that they see.
+ * is the kernel of flash_attn_fwd_sm80, of flash_attn_fwd_drop_sm80 (DROP) and of
+ * flash_attn_fwd_scores_sm80 (SCORES: a mask or biases, ../scores_mma.cuh). It is FlashAttention-2
+ * (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and loops over the keys that these
+ * rows see.
  *
  *  S = Q K^T   s = score(S), -inf for keys that a row does not see
  *  P = e^(s - m)   O = O e^(m_old - m) + P V
@@ -15,7 +15,7 @@
  *
  * Work split: grid x = (split, head, tile of BQ rows), longest tiles first (fwd_work.cuh). A warp
  * owns BQ / WARPS rows of S and O and reads the shared K and V. If the blocks would not fill the
- * GPU, the keys of a tile are split; partial results go through the workspace.
+ * GPU, the keys of a tile are split. The partial results then go through the workspace.
  *
  *  Pipeline, STAGES = 2: one barrier a tile
  *    cp.async  K0 V0 | K1 V1 | K2 V2 |
@@ -40,7 +40,7 @@
 namespace {
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* The values that masked tiles and the end of the kernel read. They are in shared memory,
+/* The values that only tiles with a mask and the end of the kernel read. They are in shared memory,
  * because the loop needs every register. */
 struct Kept {
     FwdWork work;
@@ -64,8 +64,8 @@ template <class Tile> struct Smem {
     static_assert(BYTES * Tile::CTAS <= 227 * 1024, "the blocks of an SM share its memory");
 };
 
-/* Bank conflicts of staging out: a lane stores two columns of an accumulator as 4 bytes; a warp
- * stores 8 rows of one chunk. */
+/* The number of bank conflicts when out is stored to shared memory. A lane stores two columns of an
+ * accumulator as 4 bytes, so a warp stores 8 rows of one chunk. */
 template <class QTile> constexpr int store_ways() {
     int most = 0;
     for (int chunk = 0; chunk < QTile::chunks; ++chunk) {
@@ -78,8 +78,9 @@ template <class QTile> constexpr int store_ways() {
 }
 
 /* ---- 2. loading tiles ------------------------------------------------------------------------ */
-/* A thread's share of the tiles of K or V: chunks of one column in each panel, rows STEP apart.
- * Shared-memory addresses then differ by constants, and global addresses by one addition. */
+/* The elements of a tile of K or V that a thread copies: one column of 16-byte chunks in each
+ * panel, in rows that are STEP apart. Shared-memory addresses then differ by constants, and global
+ * addresses by one addition. */
 template <class T, class Tile, int THREADS> struct TileIn {
     static constexpr int COLS = Tile::chunks % 16 == 0   ? 16
                                 : Tile::chunks % 12 == 0 ? 12
@@ -93,7 +94,7 @@ template <class T, class Tile, int THREADS> struct TileIn {
     int row, chunk, offset[PANELS];
 
     __device__ __forceinline__ TileIn(int thread) {
-        /* surplus threads own no row */
+        /* the threads that are left over copy no row */
         row = thread < STEP * COLS ? thread / COLS : Tile::rows;
         chunk = thread % COLS;
 #pragma unroll
@@ -194,7 +195,7 @@ template <class T, class Tile> struct Products {
 };
 
 /* ---- 4. masked tiles ------------------------------------------------------------------------- */
-/* own_row, own_col: the sequence's row and the tile's column of s[0][0][0]. They are recomputed
+/* own_row is the sequence's row of s[0][0][0], own_col the tile's column of it. Both are recomputed
  * at each use. */
 template <int M> __device__ __forceinline__ int own_row(const Kept &kept) {
     const int thread = mov_tid_x();
@@ -202,8 +203,8 @@ template <int M> __device__ __forceinline__ int own_row(const Kept &kept) {
 }
 __device__ __forceinline__ int own_col() { return frag_col(mov_tid_x() % 32, 0); }
 
-/* Applies dropout, after a row's weights are summed. key: the tile's first key, from the block's
- * first. */
+/* Applies dropout to the weights of a tile, after their sums are taken. key: the tile's first key,
+ * counted from the block's first. */
 template <int M, int N>
 __device__ __forceinline__ void drop_weights(float (&s)[M][N][4], const Dropping<FwdParams> &params,
                                              const Kept &kept, int key) {
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 #pragma unroll
         for (int n = 0; n < ND; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
 
-    /* 5.2 the keys, tile by tile; left: keys from the next tile to load on */
+    /* 5.2 the loop over key tiles. left: the number of keys from the next tile to load on */
     int left = keys.hi - keys.lo;
     int at = 0; /* SCORES: index of the t-th tile among all key tiles */
     if constexpr (SCORES) {
@@ -324,13 +325,14 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     typename X::QFragments q;
     for (int t = 0; t < tiles; ++t) {
         const int stage = (t & (Tile::STAGES - 1)) * KvTile::bytes;
-        /* the first product waits for Q and K only */
+        /* in the first tile, the first product waits for Q and K only */
         const bool v_later = Tile::STAGES == 2 && t == 0;
         if (v_later)
             cp_async_wait_group<1>();
         else
             cp_async_wait_group<0>();
-        /* tile t (with one stage: its K) has arrived; all have read what is overwritten next */
+        /* Tile t has arrived (with one stage, its K), and all threads have read what is overwritten
+         * next. */
         __syncthreads();
         if (Tile::Q_IN_REGISTERS && t == 0) X::load_q(q, q_at);
         if (SCORES) left = kept.keys.hi - kept.keys.lo - at * BKV;
@@ -340,7 +342,8 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
             next = seen_tile<BKV>(params, kept.work, kept.keys, at + 1);
             k_g += (next - at) * (BKV * p.k.row);
             v_g += (next - at) * (BKV * p.v.row);
-            left = kept.keys.hi - kept.keys.lo - next * BKV; /* kept in a register, it spilled */
+            /* recomputed: as a variable of the loop it spilled */
+            left = kept.keys.hi - kept.keys.lo - next * BKV;
         } else {
             k_g += BKV * p.k.row;
             v_g += BKV * p.v.row;
@@ -383,8 +386,8 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
         if (SCORES) at = next;
     }
 
-    /* 5.3 results: to the tensors, or to a partial result in the workspace */
-    /* makes `kept` visible if there was no tile; all have read Q, whose space out takes */
+    /* 5.3 the results go to the tensors, or to a partial result in the workspace */
+    /* Makes `kept` visible if there was no tile. All threads have read Q, whose space out takes. */
     __syncthreads();
     const FwdWork own = kept.work;
     const int row0 = own_row<M>(kept), col0 = own_col();
@@ -441,6 +444,8 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 }
 
 /* ---- 6. launcher ----------------------------------------------------------------------------- */
+/* True if an instance can run the call. key: {largest head_dim, 1 if MODIFIED, bytes of shared
+ * memory, 1 if the instance is MODIFIED for dropout or scores}. */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     /* The unmodified kernel takes the maximum of raw products and multiplies by the scale later,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_stages.cuh: the two products of a consumer warpgroup, S = Q K^T and O += P V, and the stages
- * of K and V that they read. A stage is one block of keys (WholeStages). fwd_wide.cuh has another
- * form for head_dim 512, in which a stage is half a block.
+/* fwd_stages.cuh: the Stages policy of fwd_consumer.cuh: the two products of a consumer warpgroup,
+ * S = Q K^T and O += P V, and the stages of K and V that they read. In WholeStages a stage is one
+ * block of keys. fwd_wide.cuh has another form for head_dim 512, in which a stage is half a block.
  *
  * A product runs in the background. Its function `issue_..` starts it. The warpgroup waits for it
  * later and then releases its stage to the loader. */
@@ -12,14 +12,14 @@
 #include "fwd_products.cuh"
 #include "fwd_results.cuh" /* own_row */
 
-/* The key blocks of a tile, as a warpgroup takes them. */
+/* The key blocks of a tile that a warpgroup takes. */
 struct TileSteps {
-    int step; /* ring step of the tile's first key block */
-    /* key blocks that this warpgroup's rows see, counted from the tile's first */
+    int step; /* number of the tile's first key block, counted over all tiles of the block */
+    /* this warpgroup's rows see key blocks from .. end - 1, counted from the tile's first */
     int from, end;
     smem_addr q_s; /* this tile's Q */
-    /* two Q buffers: the barrier that frees the previous tile's Q after the first weights; 0: none
-     */
+    /* With two Q buffers, the barrier that releases the previous tile's Q after this tile's first
+     * weights. 0: there is nothing to release. */
     smem_addr q_empty;
 };
 
@@ -40,17 +40,18 @@ template <class T, class Tile> struct WholeStages {
     __device__ __forceinline__ smem_addr v_at(int step) const {
         return smem_s + S::V_AT + Steps::stage(step) * S::V::bytes;
     }
-    /* LIFT: the 16 more columns of K. */
+    /* LIFT: the 16 additional columns of K. */
     __device__ __forceinline__ smem_addr lift_at(int step) const {
         return smem_s + S::LIFT_AT + k_ring().stage(step) * S::LIFT_BYTES;
     }
 
-    /* One thread releases a stage for its warpgroup, after the product that read it is complete. */
+    /* Releases a stage to the loader, after the product that read it is complete. One thread
+     * arrives for its warpgroup. */
     static __device__ __forceinline__ void release(smem_addr barrier_s) {
         if (mov_tid_x() % 128 == 0) mbarrier_arrive(barrier_s);
     }
-    /* Releases this warp's rows of Q to the loader, once the TMA store has read O from them.
-     * barrier_s of 0: there is nothing to release. */
+    /* Releases this warp's rows of Q to the loader, once the TMA store has read O from them. If
+     * barrier_s is 0, there is nothing to release. */
     static __device__ __forceinline__ void release_q(smem_addr barrier_s) {
         if (!barrier_s || laneid() != 0) return;
         if (AHEAD) tma_store_wait_group_read<0>();
@@ -59,10 +60,11 @@ template <class T, class Tile> struct WholeStages {
 
     /* ---- 1. S = Q K^T ---- */
     __device__ __forceinline__ void wait_keys(int step) const { k_ring().wait_full(step); }
-    /* TABLE: S begins as the bias by distance over the scale, and the products are added to it. A
-     * pair of columns is one aligned load in one of the block's two copies and serves two rows: it
-     * has the distances of row 0, and for the columns 8 further those of row 8. Its ring is counted
-     * as K's. */
+    /* TABLE: S starts as the bias by distance divided by the scale, and the product is added to it.
+     *
+     * Each load takes the biases of two neighbouring columns, from the copy in which they are
+     * aligned. They serve two rows: they are the biases of row 0, and 8 columns further those of
+     * row 8. The ring advances with K's. */
     __device__ __forceinline__ void begin_scores(float (&s)[N * 4], int step) const {
         if constexpr (S::TABLE) {
             const tma_steps<S::TABLE_STAGES> ring = {smem_s + S::BIAS_RING};
@@ -88,8 +90,8 @@ template <class T, class Tile> struct WholeStages {
         ::issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup, lift_at(step),
                                 smem_s + S::ONES_AT);
     }
-    /* Waits for S while PENDING later products may still run. Releases K, and Q if one buffer of it
-     * is read for the last time. */
+    /* Waits for S while PENDING later products may still run. Releases K. With one Q buffer it also
+     * releases Q, after the last product that reads it. */
     template <int PENDING>
     __device__ __forceinline__ void wait_scores(float (&s)[N * 4], const TileSteps &at,
                                                 int j) const {
@@ -116,21 +118,22 @@ template <class T, class Tile> struct WholeStages {
         wgmma_pin(o);
         release(v_ring().empty(step));
     }
-    /* Clears rows [from, BKV) of V, because a weight of 0 times NaN would be NaN. */
+    /* Zeroes rows [from, BKV) of V, because a weight of 0 times NaN would be NaN. */
     __device__ __forceinline__ void clear_values(int step, int from) const {
         clear_rows<Tile>(v_at(step), from, warpgroup);
     }
 
     /* ---- 3. key blocks that only other warpgroups read ---- */
-    /* Releases them. The warpgroup still takes its turn for each of them, because turns are
-     * counted. */
+    /* Releases these blocks. The warpgroup still calls turn_begin and turn_end for each of them,
+     * because these barriers count. */
     __device__ __forceinline__ void pass(int step, int blocks) const {
         const Steps k = k_ring(), v = v_ring();
 #pragma unroll 1
         for (int j = step; j < step + blocks; ++j) {
             k.wait_full(j);
             v.wait_full(j);
-            /* synchronises the four warps: all of them have seen both stages full */
+            /* turn_begin also synchronises the four warps: all of them have seen both stages
+             * full */
             turn_begin<Tile>(warpgroup);
             turn_end<Tile>(warpgroup);
             if (threadIdx.x % 128 == 0) {
@@ -147,7 +150,7 @@ template <class T, class Tile> struct WholeStages {
     }
 };
 
-/* The stages of a tile's kernel. */
+/* The Stages policy of a tile's kernel. */
 template <class T, class Tile> struct StagesOf {
     typedef WholeStages<T, Tile> type;
 };

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_weights.cuh: from the scores S of a key block to its weights P = 2^(S - m), in a call whose
- * scores need nothing but the scale. fwd_bias.cuh and fwd_modified.cuh serve other calls in its
- * place. `c` is the consumer, whose registers they use. They leave weights in c.w and each row's
- * sum of them in c.sum.
+/* fwd_weights.cuh: the Weights policy of fwd_consumer.cuh for calls whose scores need nothing but
+ * the scale. It computes the weights P = 2^(S - m) of a key block from its scores S. fwd_bias.cuh
+ * and fwd_modified.cuh serve the other calls. `c` is the consumer, whose registers a policy uses. A
+ * policy leaves the weights in c.w and each row's sum of them in c.sum. Its members:
  *
  *   HIDES_SCORES   the consumer replaces hidden scores by -inf before `next`
- *   finish_scores  the first block of a tile: adds what belongs to the scores
- *   unit           what the scores are then multiplied by
- *   begin          a later block: computes what does not need S, while S is still running
+ *   finish_scores  the first block of a tile: adds a bias or a modifier to the scores
+ *   unit           the factor from finished scores to log2 units
+ *   begin          a later block: does the work that does not need S, while S is multiplied
  *   next           weights of a later block, with m as it is
- *   again          the same with a new m for the rows that left the number range. factor: what O of
- *                  these rows is to be multiplied by */
+ *   again          the same with a new m for the rows that left float's range; factor: by which
+ *                  O of these rows must be multiplied */
 #ifndef GPUKERN_CUDA_FWD_WEIGHTS_CUH
 #define GPUKERN_CUDA_FWD_WEIGHTS_CUH
 

@@ -3,8 +3,8 @@
  * loaded in halves. flash_attn_fwd_wide_sm90a.cu is its only user.
  *
  * Q takes 128 KiB of an SM's 227. The rest holds one block of 64 keys: K in two stages of 256
- * columns each, and V in two stages of 32 keys each. So the stages of K and of V are one block, but
- * each half is loaded again as soon as its own products are complete:
+ * columns each, and V in two stages of 32 keys each. So there is only one block of K and of V at a
+ * time, but each half is loaded again as soon as its own products are complete:
  *
  *  A step of a consumer, key block j
  *    wait for K_j[:, :256], issue S_j = Q[:, :256] K_j[:, :256]^T
@@ -14,8 +14,8 @@
  *    P_j = 2^(S_j - m)                                      runs under O += P_(j-1) V_(j-1)
  *    wait for O, release V_(j-1)
  *
- * Half h of step n is stage h of a ring, at its count 2 n + h. Everything else is that of
- * fwd_consumer.cuh. */
+ * Half h of step n is in stage h of a ring, and the ring counts it as 2 n + h. Everything else is
+ * as in fwd_consumer.cuh. */
 #ifndef GPUKERN_CUDA_FWD_WIDE_CUH
 #define GPUKERN_CUDA_FWD_WIDE_CUH
 
@@ -23,7 +23,8 @@
 #include "fwd_kernel.cuh"
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* A stage has as many bytes as one of half of the keys with all columns (Fwd512Memory). */
+/* A stage has as many bytes as half of the keys with all columns, which is a stage of
+ * Fwd512Memory. */
 template <> struct Smem<FwdHopper512> : Smem<Fwd512Memory> {
     static constexpr int COLUMNS = FwdHopper512::HEAD_DIM / 2, KEYS = FwdHopper512::BKV / 2;
     typedef wgmma_panels<FwdHopper512::BKV, COLUMNS> K;     /* half of the columns */
@@ -95,7 +96,8 @@ load_tiles<FwdHopper512, true>(const FwdHopperParams &x, const FwdTile *tiles, s
 }
 
 /* ---- 3. the products of a consumer ----------------------------------------------------------- */
-/* K and V in stages of half a block each, in place of WholeStages (fwd_stages.cuh). */
+/* The Stages policy of this tile: K and V in stages of half a block each, in place of WholeStages
+ * (fwd_stages.cuh). */
 template <class T> struct HalfStages {
     typedef FwdHopper512 Tile;
     typedef Smem<Tile> S;
@@ -115,11 +117,12 @@ template <class T> struct HalfStages {
         WholeStages<T, Tile>::release_q(barrier_s);
     }
 
-    /* S (+)= Q K^T of half H of the columns, as a group of products. */
+    /* Half H of the columns of S = Q K^T, as one group of WGMMAs. The second half is added to the
+     * first. */
     template <int H>
     __device__ __forceinline__ void issue_half(float (&s)[N * 4], smem_addr q_s) const {
         smem_addr k_s = smem_s + S::K_AT + H * S::K::bytes;
-        opaque(k_s); /* as q_s in Consumer::first_block */
+        opaque(k_s); /* for the reason of q_s in Consumer::first_block */
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < S::COLUMNS; kk += 16)
@@ -127,7 +130,7 @@ template <class T> struct HalfStages {
                                          S::K::k_major(k_s, 0, kk), H > 0 || kk > 0);
         wgmma_commit_group();
     }
-    /* The first half of K. */
+    /* Waits for the first half of K. */
     __device__ __forceinline__ void wait_keys(int step) const { k_ring().wait_full(2 * step); }
     __device__ __forceinline__ void begin_scores(float (&)[N * 4], int) const {}
     __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr q_s, int step) const {
@@ -135,7 +138,7 @@ template <class T> struct HalfStages {
         k_ring().wait_full(2 * step + 1);
         issue_half<1>(s, q_s);
     }
-    /* If PENDING is 0, S is the only product that runs, and one wait serves both halves. */
+    /* If PENDING is 0, no other product runs, and one wait serves both halves. */
     template <int PENDING>
     __device__ __forceinline__ void wait_scores(float (&s)[N * 4], const TileSteps &at,
                                                 int j) const {
@@ -147,7 +150,7 @@ template <class T> struct HalfStages {
         if (j == at.end - 1) release_q(smem_s + S::Q_RING + 8 * Tile::Q_BUFFERS);
     }
     __device__ __forceinline__ void wait_next_scores(float (&)[N * 4], int) const {
-    } /* one Q buffer */
+    } /* never called, because there is one Q buffer */
 
     __device__ __forceinline__ void wait_values(int step) const {
         v_ring().wait_full(2 * step);
@@ -156,7 +159,7 @@ template <class T> struct HalfStages {
     __device__ __forceinline__ void issue_values(float (&o)[ND * 4], const uint32_t (&p)[N * 2],
                                                  int) const {
         smem_addr v_s = smem_s + S::V_AT;
-        opaque(v_s); /* as q_s in Consumer::first_block */
+        opaque(v_s); /* for the reason of q_s in Consumer::first_block */
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < Tile::BKV; kk += 16)
@@ -181,8 +184,8 @@ template <class T> struct HalfStages {
                                  warpgroup, S::KEYS);
     }
 
-    /* K must be released before the turn, since the other warpgroup may need K of the next block in
-     * its own turn, and that K takes the place of this one. V is loaded behind it. */
+    /* K must be released before turn_begin. The other warpgroup may need K of the next block before
+     * it calls turn_end, and that K is loaded into the space of this one. V is loaded after it. */
     __device__ __forceinline__ void pass(int step, int blocks) const {
 #pragma unroll 1
         for (int j = step; j < step + blocks; ++j) {
@@ -194,7 +197,7 @@ template <class T> struct HalfStages {
             turn_begin<Tile>(warpgroup);
             turn_end<Tile>(warpgroup);
             wait_values(j);
-            bar_sync(4 + warpgroup, 128); /* likewise */
+            bar_sync(4 + warpgroup, 128); /* all four warps have seen V's stages full */
             release_values(j);
         }
     }

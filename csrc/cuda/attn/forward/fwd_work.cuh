@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_work.cuh: shared by the tiled forward kernels. It says which tile of queries a block
- * takes, which part of the keys the tile attends to, and where results go: the tensors, or
- * partial results in the workspace that split_combine merges. */
+/* fwd_work.cuh: the work split of the tiled forward kernels. It says which tile of queries a block
+ * takes, which part of the keys the tile attends to, and where results go: to the tensors, or as
+ * partial results to the workspace, where split_combine merges them. fwd_sm80.cuh and
+ * flash_attn_fwd_simt use all of it; the Hopper kernels have an order of tiles of their own
+ * (fwd_schedule.cuh). */
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
@@ -12,20 +14,21 @@
 #include "../split_combine.cuh"
 #include "../tiles.h"
 
-/* The order of blocks in the kernels that use fwd_work. kv heads form groups whose keys fit in
- * L2 together. Within a group, the last tile of queries of every head comes first: under a
+/* The order of blocks in the kernels that use fwd_work. kv heads form groups whose keys and values
+ * fit in L2 together. Within a group, the last tile of queries of every head comes first: under a
  * causal mask it sees the most keys, and long blocks must not start last. The splits of one tile
  * are neighbours. */
 struct FwdParams {
     Problem problem;
     int tiles_q, splits;
     Divisor by_splits;
-    int together;       /* query heads of a group, a multiple of problem.group */
+    int together;       /* query heads of such a group, a multiple of problem.group */
     float *out_splits;  /* splits > 1: [splits][rows][head_dim_v] */
     float *lse_splits;  /* splits > 1: [splits][rows] */
-    int64_t split_rows; /* rows of all heads */
+    int64_t split_rows; /* rows of all heads together */
 };
 
+/* The batch entry, the query head, the first row and the split of a block's tile. */
 struct FwdWork {
     int b, head, i0, split;
 };
@@ -41,22 +44,23 @@ template <int BQ> __device__ __forceinline__ FwdWork fwd_work(const FwdParams &p
             (int)((p.tiles_q - 1 - tile) * BQ), (int)split};
 }
 
-/* The keys of a block: `tiles` key tiles of BKV from key lo on. Some row of the block sees keys
- * in [lo, hi). Keys from hi on may hold anything. */
+/* The keys of a block: `tiles` key tiles of BKV keys, from key lo on. At least one row of the block
+ * sees keys of [lo, hi). Keys from hi on may hold anything, including NaN. */
 struct FwdKeys {
     int lo, hi, tiles;
-    int plain_first, plain_end; /* every row sees all keys of key tiles [plain_first, plain_end) */
+    /* every row sees all keys of key tiles plain_first to plain_end - 1 */
+    int plain_first, plain_end;
 };
 
-/* Computes the keys of one split. The first key tile begins at a multiple of `step`, a power of
- * 2. Keys before the first visible one may hold anything. */
+/* Computes the keys of one split. The first key tile begins at a multiple of `step`, a power of 2,
+ * so it may have keys before the first visible one. These may hold anything. */
 template <int BKV>
 __device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows,
                                             int split, int step = 1) {
     FwdKeys k;
     const int seen = span.lo(i0), lo = seen & -step;
     k.hi = span.hi(i0 + rows - 1);
-    /* below 2^31 even after multiplication by SPLIT_MOST */
+    /* so small that `all` times SPLIT_MOST stays below 2^31 */
     const unsigned all = k.hi > seen ? (k.hi - lo + BKV - 1) / BKV : 0;
     const int first = p.by_splits.into(all * split);
     k.tiles = (int)p.by_splits.into(all * (split + 1)) - first;
@@ -67,13 +71,14 @@ __device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* How full the waves of `blocks` blocks are on average, if `at_once` blocks run at a time. */
+/* How full the waves of `blocks` blocks are on average, if `at_once` blocks run at the same
+ * time. */
 inline double fwd_filled(int64_t blocks, int64_t at_once) {
     return (double)blocks / (double)(gk_ceil_div(blocks, at_once) * at_once);
 }
 
-/* The number of parts for the keys: the smallest that fills the GPU nearly as well as the best.
- * It depends on shapes and the number of SMs only. */
+/* The number of parts into which the keys are split: the smallest number that fills the GPU nearly
+ * as well as the best one. It depends only on shapes and the number of SMs. */
 inline int fwd_splits(int64_t blocks, int64_t tiles_k, int64_t at_once) {
     const int64_t most = gk_min_i64(SPLIT_MOST, tiles_k / SPLIT_TILES);
     if (blocks == 0 || (double)blocks >= SPLIT_BELOW * (double)at_once) return 1;
@@ -99,9 +104,9 @@ inline int fwd_tile_heads(const Problem &p, int bq) {
     return 1;
 }
 
-/* ctas: blocks that run on one SM at a time. The splits of a packed call follow from its
- * tensors, not from max_seqlen, so a looser bound gives the same bits. least: the smallest
- * number of splits. */
+/* Fills in the parameters of a call. ctas: blocks that run on one SM at the same time. least: the
+ * smallest number of splits. The splits of a packed call follow from the shapes of its tensors and
+ * not from max_seqlen, so that a looser max_seqlen gives the same bits. */
 inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv,
                             int ctas, int tile_heads = 1, int least = 1) {
     FwdParams p = {};
@@ -130,14 +135,14 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     return p;
 }
 
-/* True if the result is built from float32 partial results even with one split: out is wider
- * than q, or the result is merged with what out already holds. */
+/* True if the result is made from float32 partial results even with one split: out is wider than q,
+ * or the result is merged with the old value of out. */
 inline bool fwd_by_parts(const gk_flash_attn_args *a) {
     return gk_accumulates(a) || (a->out.dtype != a->q.dtype && !gk_is_code(a->q.dtype));
 }
 
-/* True if the single partial result is the result, so that the kernel can store it to `out`
- * directly. */
+/* True if there is a single partial result that needs no merge, so that the kernel can store it
+ * directly to `out`. */
 inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
     if (!fwd_by_parts(a) || p.splits > 1 || gk_accumulates(a) || a->rules.sinks) return false;
     int64_t dense = 1;
@@ -146,7 +151,7 @@ inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
     return (uintptr_t)a->out.data % 8 == 0;
 }
 
-/* Sets where the splits' results go in the workspace. */
+/* Sets the places of the partial results in the workspace. */
 inline void fwd_place(FwdParams *p, void *workspace) {
     p->out_splits = (float *)workspace;
     if (workspace)
@@ -157,7 +162,7 @@ inline size_t fwd_workspace_bytes(const FwdParams &p) {
     return p.splits > 1 ? split_combine_bytes(p.splits, p.split_rows, p.problem.head_dim_v) : 0;
 }
 
-/* The fields that every forward plan fills in. ctas: as in fwd_params; tasks: blocks of the
+/* Fills in the fields that every forward plan has. ctas: as in fwd_params; tasks: blocks of the
  * grid. */
 inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv, int ctas,
                      int64_t tasks, gk_plan *to) {
@@ -185,8 +190,8 @@ inline SplitCombine fwd_combine(const FwdParams &p) {
     return c;
 }
 
-/* Runs what follows the kernel: the merge of partial results, then the rows of `out` that belong
- * to no sequence. */
+/* Runs the two steps after the kernel: the merge of partial results, and the rows of `out` that
+ * belong to no sequence. */
 template <class T>
 inline gk_status fwd_finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a,
                             const FwdParams &p) {
