@@ -2,9 +2,9 @@
 /* attn_mask: builds a stored mask (../../core/attn_mask.h) on the device, with the same bits as
  * ref/attn_mask.c. It does not synchronise with the host.
  *
- * A memset clears what no kernel writes. Three launches follow:
+ * A memset clears the parts that no kernel writes. Three launches follow:
  *
- *  mark    a block owns 128 queries x 128 keys: makes their bits, stores the block's kind and, in
+ *  mark    a block owns 128 queries x 128 keys: computes their bits, stores the block's kind and, in
  *          a dense store, its words
  *  list    a block owns one tile of queries, or of keys for the transposed tables: stores its list
  *          and, in other stores, the words of GK_MASK_KEPT blocks
@@ -13,7 +13,8 @@
  * The bits of 128 rows are in shared memory, four words a row in column order. Thread t stores
  * words 2 t and 2 t + 1.
  *
- * Block counts and indices that are out of range are clamped or skipped, and reported. */
+ * Block counts and block indices of the caller that are out of range are clamped or skipped, and
+ * reported. More than 65,535 masks (B x H) in a call are refused. */
 #include "../../core/attn_mask.h"
 #include "../host/launch.cuh"
 
@@ -27,6 +28,8 @@ struct View {
     int last; /* size of the last dimension */
 };
 
+/* The parameters of the three kernels. num, list, num_full, full: the caller's lists of blocks
+ * (GK_MASK_OF_BLOCKS). rows: ranges or columns (GK_MASK_OF_RANGES, GK_MASK_OF_COLUMNS). */
 struct Build {
     View mask, rows, num, list, num_full, full;
     gk_mask_source source;
@@ -38,7 +41,7 @@ struct Build {
     uint8_t *error_word;
 };
 
-/* One mask of the call: its batch, head and place in the result. */
+/* One mask of the call: its batch entry, its head and its place in the result. */
 struct Head {
     int64_t b, h;
     int32_t *out;
@@ -51,6 +54,7 @@ __device__ __forceinline__ const T *row_at(const View &v, const Head &y, int64_t
     return (const T *)v.data + y.b * v.stride[0] + y.h * v.stride[1] + row * v.stride[2];
 }
 
+/* The two ranges of keys that a row sees, clamped to the keys; an empty range is 0, 0. */
 __device__ __forceinline__ int4 range_of(const Build &x, const Head &y, int row) {
     const int32_t *from = row_at<int32_t>(x.rows, y, row);
     int r[4] = {0, 0, 0, 0};
@@ -67,6 +71,7 @@ __device__ __forceinline__ int4 range_of(const Build &x, const Head &y, int row)
     return make_int4(r[0], r[1], r[2], r[3]);
 }
 
+/* The two ranges of rows that do not see a key. */
 __device__ __forceinline__ int4 column_of(const Build &x, const Head &y, int key) {
     int32_t c[4];
     gk_mask_column(row_at<int32_t>(x.rows, y, key), x.rows.stride[3], x.rows.last, x.is_causal, key,
@@ -74,7 +79,7 @@ __device__ __forceinline__ int4 column_of(const Build &x, const Head &y, int key
     return make_int4(c[0], c[1], c[2], c[3]);
 }
 
-/* True if the list of a tile contains block kb. All threads take part. */
+/* True if the caller's list of a tile of queries contains block kb. All threads take part. */
 __device__ bool lists(const Build &x, const Head &y, const View &num, const View &list, int tile,
                       int kb) {
     if (!num.data) return false;
@@ -90,7 +95,7 @@ __device__ bool lists(const Build &x, const Head &y, const View &num, const View
     return __syncthreads_or(has);
 }
 
-/* Four bool bytes as four bits. Any byte but 0 counts as true. */
+/* Converts four bool bytes to four bits. Any byte but 0 counts as true. */
 __device__ __forceinline__ uint32_t four_bools(uint32_t x) {
     return (__vsetgtu4(x, 0) * 0x01020408u >> 24) & 15;
 }
@@ -98,7 +103,8 @@ __device__ __forceinline__ uint32_t sixteen_bools(uint4 v) {
     return four_bools(v.x) | four_bools(v.y) << 4 | four_bools(v.z) << 8 | four_bools(v.w) << 12;
 }
 
-/* bools_of and packed_of: the bits of 64 columns of a row, of which the first n > 0 are keys. */
+/* bools_of and packed_of read the bits of 64 columns of a row, of which the first n > 0 are keys,
+ * from bool bytes or from packed bits. */
 __device__ __forceinline__ void bools_of(const View &mask, const uint8_t *at, int n,
                                          uint32_t bits[2]) {
     bits[0] = bits[1] = 0;
@@ -124,7 +130,7 @@ __device__ __forceinline__ void packed_of(const View &mask, const uint8_t *at, i
     bits[1] &= gk_mask_below(n - 32);
 }
 
-/* Makes the bits of block (tile, kb) in rows_s. All threads take part; the caller synchronises
+/* Computes the bits of block (tile, kb) into rows_s. All threads take part. The caller synchronises
  * before reading them. */
 __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
                           uint32_t (&rows_s)[128][4]) {
@@ -150,7 +156,7 @@ __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
         none = !whole && !part;
         whole = whole || !x.mask.data;
     }
-    const int r = tid / 2, row = i0 + r, col = tid % 2 * 64; /* a thread makes half a row */
+    const int r = tid / 2, row = i0 + r, col = tid % 2 * 64; /* a thread computes half a row */
     const int n = min(x.seq_k - j0 - col, 64);
     uint32_t bits[2] = {0, 0};
     if (row < x.seq_q && n > 0 && !none) {
@@ -177,7 +183,8 @@ __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
     rows_s[r][tid % 2 * 2 + 1] = bits[1];
 }
 
-/* This thread's two words of a block. flipped: a row is a key and a column is a query. */
+/* This thread's two words of a block, in the order that consumers read (gk_mask_word). flipped: a
+ * row of the words is a key, and a column is a query. */
 __device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool flipped) {
     const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     uint32_t word[2] = {0, 0};
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(THREADS) attn_mask_mark_kernel(const __grid_co
         if (tid < GK_MASK_TILE && x.store == GK_MASK_COLUMNS && i < x.seq_k)
             *to = column_of(x, y, i);
     }
-    /* the grid has one block for an empty side */
+    /* if there are no queries or no keys, the grid still has one block */
     if (kb >= x.tiles_k || tile >= x.tiles_q) return;
     make_bits(x, y, tile, kb, rows_s);
     __syncthreads();
@@ -241,6 +248,9 @@ __global__ void __launch_bounds__(THREADS) attn_mask_list_kernel(const __grid_co
     uint8_t *flags = (uint8_t *)(y.out + x.at.flags);
     if (tid < GK_MASK_KEPT) kept_s[tid] = -1;
     __syncthreads();
+    /* One warp writes the list in ascending order. In stores other than dense, the first
+     * GK_MASK_KEPT partial blocks of a tile get stored words. For the others (GK_BLOCK_MADE),
+     * attention kernels compute the words. */
     if (tid < 32) {
         uint16_t *list =
             (uint16_t *)(y.out + (by_keys ? x.at.lists_t : x.at.lists)) + (int64_t)major * n;
@@ -364,7 +374,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
             GK_ERR_UNSUPPORTED,
             "%s: %lld masks, B x H, are more than the 65535 of one call; build them in parts", op,
             (long long)masks);
-    /* a dense store's words are all written by the kernels */
+    /* the kernels write all words of a dense store */
     const bool dense = x.store == GK_MASK_DENSE;
     gk_status status = clear_part(op, ctx, x, (int)masks, 0, dense ? x.at.words : x.at.total);
     if (status == GK_OK && dense && x.transposed)

@@ -4,8 +4,8 @@
  *  lse = log(exp(lse_a) + exp(lse_b))      out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
  *
  * out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] float32 (float64 for float64), any
- * strides; out, lse dense. A side with lse -inf saw no key and is not read: the other side is
- * returned bit for bit. If both are -inf, the result is 0 and -inf.
+ * strides; out, lse dense. An input with lse -inf saw no key and is not read: the other input is
+ * returned bit for bit. If both are -inf, the result is 0 and -inf. The kernel refuses no layout.
  *
  * Work split: a warp owns a row. The kernel is bound by memory bandwidth. */
 #include "../host/launch.cuh"
@@ -14,7 +14,7 @@
 
 namespace {
 
-/* warps share nothing, so any block size that fills an SM serves */
+/* Warps are independent, so any block size that fills an SM will do. */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 struct Params {

@@ -2,9 +2,10 @@
 /* drop.cuh: attention's dropout on the device. csrc/formats/attn_dropout.h defines which
  * probabilities are kept.
  *
- * One call of Philox gives the bits of eight keys, in the lanes that hold the probabilities.
- * Kernels zero the probabilities of P that are not kept and apply 1 / (1 - p) at the end of a row.
- * In dS the bits and the factor apply to dP. */
+ * One call of Philox gives the bits of eight keys of a row. Kernels zero the probabilities that are
+ * dropped and multiply a row by 1 / (1 - p) at its end. In the backward, the bits and the factor
+ * apply to dP. The mma.sync kernels and the plain kernels use this file; the Hopper kernels draw
+ * with drop_pairs.cuh. */
 #ifndef GPUKERN_CUDA_DROP_CUH
 #define GPUKERN_CUDA_DROP_CUH
 
@@ -15,8 +16,9 @@
 struct Dropout {
     const int64_t *seed; /* [2] */
     int64_t seed_step;
-    uint32_t most; /* gk_attn_keep_most; 0: no dropout */
-    float factor;  /* 1 / (1 - p); 1 without dropout */
+    /* a key is kept if its half, in the upper 16 bits of a word, is at most this; 0: no dropout */
+    uint32_t most;
+    float factor; /* 1 / (1 - p); 1 without dropout */
     double wide_factor;
 };
 
@@ -46,7 +48,7 @@ template <class P> __host__ __device__ inline float drop_factor(const Dropping<P
 }
 template <class P> __host__ __device__ inline float drop_factor(const P &) { return 1; }
 
-/* The row number of query q0 of a head in the dropout's counter: the index of its lse. */
+/* The number of a head's query q0 in the Philox counter. It is the index of the query's lse. */
 __device__ __forceinline__ int64_t drop_row0(const Problem &p, int b, int head, int q0) {
     return b * p.lse.batch + head * p.lse.head + (int64_t)q0 * p.lse.row;
 }
@@ -55,7 +57,7 @@ __device__ __forceinline__ int drop_q0(const Problem &p, int b) {
     return p.cu_q ? min(max(p.cu_q[b * p.cu_q_step], 0), p.total_q) : 0;
 }
 
-/* Bit e tells whether the row keeps key 8 g + e. */
+/* Bit e of the result is 1 if the row keeps key 8 g + e. */
 __device__ __forceinline__ uint32_t drop_eight(const PhiloxSeed &seed, uint32_t most, int64_t row,
                                                int g) {
     const uint4 c = philox(seed, (uint64_t)gk_attn_counter_high(row) << 32 |
@@ -77,15 +79,15 @@ template <class W> __device__ __forceinline__ W drop_of(const Dropout &d, int64_
     return bits >> key % 8 & 1 ? (W)d.wide_factor : 0;
 }
 
-/* The `or` of x over the four lanes of a quad. */
+/* The bitwise or of x over the four lanes of a quad. */
 __device__ __forceinline__ uint32_t quad_or(uint32_t x) {
     x |= __shfl_xor_sync(0xffffffffu, x, 1);
     return x | __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Zeroes the elements of s [M][N][4] that are not kept; rows are queries, columns are keys.
- * row0: the row number of the lane's first row; row_step: the distance of consecutive rows;
- * key0: the key of the tile's column 0. */
+/* Zeroes the elements of s [M][N][4] that are dropped. Rows are queries, columns are keys. row0:
+ * the number of the lane's first row; row_step: from one row's number to the next; key0: the key of
+ * the tile's column 0. */
 template <int M, int N>
 __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d, int64_t row0,
                                           int64_t row_step, int key0) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d,
 #pragma unroll
             for (int i = 0; i < WORDS; ++i)
                 w[i] = quad_or(drop_eight(seed, d.most, row, g + 4 * i + quad) << 8 * quad);
-            /* the same in all lanes */
+            /* this word is the same in all lanes */
             w[WORDS] = skip ? drop_eight(seed, d.most, row, g + 4 * WORDS) : 0;
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) {
@@ -117,9 +119,9 @@ __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d,
         }
 }
 
-/* The kept bits for accumulators of M x 16 keys as rows and queries as columns. Returns the bits
- * of the lane's two queries in the n-th group of eight; bit 16 m + 8 (r / 2) belongs to
- * accumulator [m][n][r]. row0: the row number of column 0; key0: the warp's first key, a
+/* The kept bits for accumulators whose rows are M x 16 keys and whose columns are queries. Returns
+ * the bits of the lane's two queries in the n-th group of eight. Bit 16 m + 8 (r / 2) belongs to
+ * accumulator [m][n][r]. row0: the number of the query in column 0; key0: the warp's first key, a
  * multiple of 16. */
 template <int M>
 __device__ __forceinline__ uint2 keep_of_rows(const Dropout &d, int64_t row0, int64_t row_step,

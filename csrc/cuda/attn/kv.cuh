@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv.cuh: a paged_attn call as its kernels see it, as one struct by value. It also finds the
- * sequence of a table row, the sequence that owns a token, and the page that holds a key. Strides
- * count elements.
+/* kv.cuh: a paged_attn call as its kernels see it, as one struct by value. The kernels of paged/
+ * and cache/ include it. It also finds the sequence of a row of the block table, the sequence that
+ * owns a token, and the page that holds a key. Strides count elements.
  *
- * Index tensors are read on the device only. Errors in them are reported and repaired: a length is
- * clamped, an impossible pair of cu_seqlens_q owns no token, and a page outside the cache holds no
- * key. */
+ * Index tensors are read on the device only. Errors in them are reported and then made harmless: a
+ * length is clamped, an impossible pair of cu_seqlens_q owns no token, and a page outside the cache
+ * holds no key. */
 #ifndef GPUKERN_CUDA_KV_CUH
 #define GPUKERN_CUDA_KV_CUH
 
@@ -25,13 +25,13 @@ struct Paged {
     int batch, tokens, heads_q, heads_kv, group;
     int head_dim, head_dim_v;
     int num_blocks, block_size;
-    int capacity; /* keys that a row of the block table holds */
+    int capacity; /* keys for which a row of the block table has room */
     int seq_q;    /* query tokens of a sequence; with cu_q an upper bound */
     uint8_t *error_word;
 };
 
 struct PagedSequence {
-    int q0, rows; /* its query tokens are [q0, q0 + rows) */
+    int q0, rows; /* the sequence's query tokens are [q0, q0 + rows) */
     int seq_k, diagonal;
     Span span;
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     if (p.cu_q) {
         const int start = p.cu_q[b * p.cu_q_step], end = p.cu_q[(b + 1) * p.cu_q_step];
         good = start >= 0 && start <= end && end <= p.tokens;
-        /* a start below cu_q[b - 1] must not reach into the tokens of sequence b - 2 */
+        /* if start is below cu_q[b - 1], the sequence must not contain tokens of sequence b - 2 */
         if (b > 1) {
             const int before = p.cu_q[(b - 2) * p.cu_q_step],
                       its_end = p.cu_q[(b - 1) * p.cu_q_step];
@@ -92,8 +92,9 @@ __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     return -1;
 }
 
-/* The page of key j of sequence b. The key is row j % block_size of it, at k.at(page, head_kv,
- * row). Returns -1 and reports an error if the table names no page of the cache. */
+/* The page of key j of sequence b. The key is row j % block_size of that page, at k.at(page,
+ * head_kv, row). If the table's entry is not a page of the cache, reports an error and returns
+ * -1. */
 __device__ __forceinline__ int page_of_key(const Paged &p, int b, int j) {
     const int page = p.table[b * p.table_row + j / p.block_size * p.table_entry];
     if ((unsigned)page < (unsigned)p.num_blocks) return page;
@@ -182,8 +183,8 @@ inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     p.capacity =
         p.num_blocks ? (int)gk_min_i64(a->block_table.shape[1] * p.block_size, 1 << 30) : 0;
     p.seq_q = (int)paged_seq_q(a);
-    /* with ALLOW_SHORT nothing is reported, since the kernels could not tell a short length from
-     * a bad one */
+    /* With ALLOW_SHORT nothing is reported, since the kernels cannot distinguish a short length
+     * from a bad one. */
     p.error_word = a->flags & GK_PAGED_ALLOW_SHORT ? NULL : ctx->error_word;
     return p;
 }

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mask.cuh: applies the mask, softcap and ALiBi to a tile of scores between the product and the
- * softmax. The scores are mma accumulators: s[m][n][2 r + e] is row 16 m + 8 r and column 8 n +
- * e, relative to the lane's first. */
+/* mask.cuh: applies causal, window and padding (mask) and softcap and ALiBi (modify) to a tile of
+ * scores, between the product and the softmax of the mma.sync forward kernels. The scores are mma
+ * accumulators: s[m][n][2 r + e] is row 16 m + 8 r and column 8 n + e, relative to the lane's
+ * first. */
 #ifndef GPUKERN_CUDA_MASK_CUH
 #define GPUKERN_CUDA_MASK_CUH
 
 #include "score.cuh"
 
-/* Sets the scores of keys that a row does not see to -inf. row0, key0: of s[0][0][0]. Rows past
- * the sequence use the mask of its last row. */
+/* Sets the scores of keys that a row does not see to -inf. row0, key0: the row and key of
+ * s[0][0][0]. Rows past the end of the sequence use the mask of its last row. */
 template <int M, int N>
 __device__ __forceinline__ void mask(float (&s)[M][N][4], const Sequence &seq, int row0, int key0) {
     const Span span = seq.span;
@@ -29,9 +30,9 @@ __device__ __forceinline__ void mask(float (&s)[M][N][4], const Sequence &seq, i
     }
 }
 
-/* Applies scale, softcap and ALiBi: S becomes scores in natural units. It serves softcap, ALiBi
- * and scales that are not positive. Distances from the tile's first key up to 2^24 are exact;
- * larger ones are rounded to float. */
+/* Applies scale, softcap and ALiBi, which makes S scores in natural units. Calls with softcap,
+ * ALiBi or a scale that is not positive use it. Distances from the tile's first key up to 2^24 are
+ * exact; larger ones are rounded to float. */
 template <int M, int N>
 __device__ __forceinline__ void modify(float (&s)[M][N][4], const Score &kept, int row0, int key0) {
     const Score x = kept;

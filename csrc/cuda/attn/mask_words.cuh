@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* mask_words.cuh: one warp computes the words of a partial block of a stored mask
- * (../../core/attn_mask.h) into shared memory, from the ranges that the mask was made of. */
+ * (../../core/attn_mask.h) from the ranges that define the mask, and stores them to shared memory.
+ * The producers of the masked Hopper kernels use it for blocks whose words are not stored. */
 #ifndef GPUKERN_CUDA_MASK_WORDS_CUH
 #define GPUKERN_CUDA_MASK_WORDS_CUH
 
@@ -9,8 +10,9 @@
 #include "../ptx/smem.cuh"
 #include "forward/fwd_score.cuh" /* columns_in */
 
-/* Each row has the ranges of the columns that it sees. word(r): the lane's word of row r, whose
- * first column is 2 (lane % 4). One row at a time, because registers are few. */
+/* For a mask that gives each row the ranges of the columns that it sees. word(r): the lane's word
+ * of row r, whose first column is 2 (lane % 4). The loop takes one row at a time, because registers
+ * are few. */
 template <class Word>
 __device__ __forceinline__ void words_of_rows(smem_addr to_s, const Word &word) {
     const int lane = laneid();
@@ -19,7 +21,8 @@ __device__ __forceinline__ void words_of_rows(smem_addr to_s, const Word &word) 
         st_shared_32(to_s + (32 * (w / 2) + lane) * 8 + 4 * (w & 1), word(8 * w + lane / 4));
 }
 
-/* Bit r of the result is bit lane of lane r's word: the transpose of 32 x 32 bits. All lanes. */
+/* Transposes 32 x 32 bits: bit r of a lane's result is bit `lane` of the word of lane r. All lanes
+ * take part. */
 __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
     uint32_t low = 0x0000ffffu; /* the bits whose index has no `step` */
 #pragma unroll
@@ -31,11 +34,12 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t x) {
     return x;
 }
 
-/* Each column has the ranges of the rows that see it, or do not. seen(c, r): bit i tells whether
- * row r + i sees column c. Each lane owns a column at first and, after the transpose, a row. Bytes
- * are stored one by one, because registers are few. Only the bytes of GROUPS groups of 32 columns
- * are stored, from group `first` on. EQUAL: the columns of a group often have the same bits, and
- * then need no transpose. */
+/* For a mask that gives each column the ranges of the rows that see it, or that do not see it. Bit
+ * i of seen(c, r) is 1 if row r + i sees column c. Each lane has a column at first and, after the
+ * transpose, a row. The bytes of a word are stored one by one, because registers are few.
+ *
+ * Only the bytes of GROUPS groups of 32 columns are stored, from group `first` on. EQUAL: the
+ * columns of a group often have the same bits, and then need no transpose. */
 template <int GROUPS = GK_MASK_TILE / 32, bool EQUAL = false, class Seen>
 __device__ __forceinline__ void words_of_columns(smem_addr to_s, const Seen &seen, int first = 0) {
 #pragma unroll 1
@@ -53,12 +57,12 @@ __device__ __forceinline__ void words_of_columns(smem_addr to_s, const Seen &see
     }
 }
 
-/* The bits of a word whose number plus `first` is at least `from`. */
+/* The bits i of a word for which i + first >= from. */
 __device__ __forceinline__ uint32_t rows_from(int from, int first) {
     const int skipped = max(from, first) - first;
     return skipped < 32 ? 0xffffffffu << skipped : 0;
 }
-/* The rows of [from, to), counted from `first`, as the bits of a word. */
+/* The bits i of a word for which from <= i + first < to. */
 __device__ __forceinline__ uint32_t rows_in(int from, int to, int first) {
     return rows_from(from, first) & ~rows_from(to, first);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* problem.cuh: an attention call as every attention kernel sees it: one struct by value for
- * dense and packed calls, and the sequence that a block works on. Strides count elements. */
+/* problem.cuh: an attention call as every attention kernel sees it: one struct by value for dense
+ * and packed calls (Problem), and the sequence that a block works on (Sequence). Strides count
+ * elements. */
 #ifndef GPUKERN_CUDA_PROBLEM_CUH
 #define GPUKERN_CUDA_PROBLEM_CUH
 
@@ -63,7 +64,8 @@ struct Problem {
     uint8_t *error_word;
 };
 
-/* One sequence: its first row in the packed tensors (0 in a dense call), its lengths, its span. */
+/* One sequence: its first rows in the packed tensors (0 in a dense call), its lengths, its diagonal
+ * and its span. */
 struct Sequence {
     int q0, k0, seq_q, seq_k;
     int64_t diagonal;
@@ -102,10 +104,10 @@ __device__ __forceinline__ Sequence sequence_of(const Problem &p, int b) {
 }
 
 /* The b with cu[b] <= token < cu[b + 1] for a packed token, cu [batch + 1]; -1 if there is none.
- * Entries are not checked. If they decrease, the result is one of several such b, or -1 although
- * one exists. */
+ * Entries are not checked. If they decrease, the result may be any such b, or -1 although one
+ * exists. */
 __device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int batch, int token) {
-    /* invariant: lo == 0 or cu[lo - 1] <= token; hi == batch + 1 or token < cu[hi] */
+    /* invariant: (lo == 0 or cu[lo - 1] <= token) and (hi == batch + 1 or token < cu[hi]) */
     int lo = 0, hi = batch + 1;
     while (lo < hi) {
         const int mid = (lo + hi) / 2;
@@ -138,8 +140,8 @@ inline Stats stats_of(const gk_tensor &t) {
     return {t.data, 0, t.stride[1], t.stride[0]};
 }
 
-/* The strides of lse, which is dense. They hold also if the caller wants no lse and only partial
- * results store one. */
+/* The strides of lse, which is dense. They are also used if the caller wants no lse, because
+ * partial results store one. */
 inline Stats dense_stats(void *data, const gk_tensor &q) {
     if (q.ndim == 4) return {data, q.shape[1] * q.shape[2], q.shape[2], 1};
     return {data, 0, 1, q.shape[1]};
@@ -149,7 +151,7 @@ inline Rules rules_of(const gk_attn_rules &r) {
     Rules rules = {};
     rules.scale = r.scale;
     rules.softcap = r.softcap;
-    /* larger than every length, so sums with it do not overflow */
+    /* larger than every length, but so small that sums with it do not overflow */
     const int64_t far = INT64_C(1) << 32;
     rules.diagonal = gk_clamp_i64(r.diagonal, -far, far);
     rules.left = gk_min_i64(r.window_left, 4 * far);

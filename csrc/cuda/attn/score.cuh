@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* score.cuh: what is applied to scale * q k before the softmax: softcap, then ALiBi.
+/* score.cuh: softcap and ALiBi, which make a score from scale * q k, before the softmax. Every
+ * attention kernel includes it.
  *
  *  s = cap tanh(scale qk / cap) - slope |i + diagonal - j|
  *
- * Weights are exp2(s log2(e) - m): most kernels work in log2 units. */
+ * Most kernels work in log2 units, where a weight is 2^(s log2(e) - m). */
 #ifndef GPUKERN_CUDA_SCORE_CUH
 #define GPUKERN_CUDA_SCORE_CUH
 
@@ -34,9 +35,9 @@ __device__ __forceinline__ float tanh_fast(float x) {
     return fmaf(-2.f, rcp_approx_ftz(ex2_approx_ftz(2 * LOG2_E * x) + 1), 1.f);
 }
 
-/* tanh with a relative error of 1e-6. 16-bit results need that for every score, however large
- * the cap is. Below 1/8 it uses the series, whose next term is 2e-7. Both forms are computed;
- * there is no branch. */
+/* tanh with a relative error of 1e-6, which 16-bit results need for every score, however large the
+ * cap is. Below 1/8 it uses the series, whose next term is 2e-7. Both forms are computed; there is
+ * no branch. */
 __device__ __forceinline__ float tanh_near(float x) {
     const float square = x * x;
     const float near = fmaf(x * square, fmaf(2.f / 15, square, -1.f / 3), x), far = tanh_fast(x);
@@ -55,8 +56,8 @@ __device__ __forceinline__ float tanh_fine(float x) {
 }
 __device__ __forceinline__ double tanh_fine(double x) { return tanh(x); }
 
-/* Converts qk to the score in natural units and gives ds / d(scale qk). distance: i + position0
- * - j. For 16-bit inputs. */
+/* The score in natural units of a raw product qk, for 16-bit inputs. *derivative becomes
+ * ds / d(scale qk). distance: i + position0 - j. */
 __device__ __forceinline__ float score_fast(const Score &x, float qk, float distance,
                                             float *derivative) {
     float s = qk * x.scale;
@@ -89,9 +90,9 @@ __device__ __forceinline__ W score_fine(const WideScore<W> &x, W qk, int i, int 
     return score_fine(x, qk, i, j, &derivative);
 }
 
-/* The dot product of two rows in the kernels that take any alignment; n is a multiple of 8.
- * Eight partial sums take every eighth product each: short sums round less, and no addition
- * waits for the one before it. Scores, dP and delta use the same order (Bwd::dp_part). */
+/* The dot product of two rows in the kernels that take any alignment; n is a multiple of 8. Each of
+ * eight partial sums takes every eighth product: short sums round less, and consecutive additions
+ * do not wait for each other. Scores, dP and delta use the same order (Bwd::dp_part). */
 template <class T, class W>
 __device__ __forceinline__ W dot_eighths(const W *a_s, const T *b_g, int n) {
     W part[8] = {};

@@ -5,8 +5,8 @@
  *   s_ij = score(q_i k_j) + bias_ij + distance_bias[j - i + Sq - 1]
  *
  * A pair is hidden if the mask hides it, or if one of its biases is -inf or the lowest finite
- * number of the bias's dtype. The plain kernels use this file. The mma.sync kernels extend Scores
- * in scores_mma.cuh. Dense calls only. */
+ * number of the bias's dtype. The plain kernels use this file, and the mma.sync kernels extend
+ * Scores in scores_mma.cuh. Dense calls only. */
 #ifndef GPUKERN_CUDA_SCORES_CUH
 #define GPUKERN_CUDA_SCORES_CUH
 
@@ -39,7 +39,7 @@ template <class W> struct HeadScores {
     const W *distance; /* the element for j = i */
     int64_t distance_step;
 
-    /* Reads the bias of row i and key j. Returns false if its value hides the key. */
+    /* Reads the bias of row i and key j. Returns false if the bias hides the key. */
     __device__ __forceinline__ bool read_bias(int i, int j, W *value) const {
         const int64_t at = i * row + j * col;
         switch (dtype) {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* scores_mma.cuh: the mask and the biases of an attention call (scores.cuh) for tiles of scores in
- * mma accumulators. The mma.sync kernels fwd_sm80.cuh and bwd_sm80.cuh use it. It computes what is
- * added to each score; a hidden pair becomes -inf.
+ * mma accumulators. The mma.sync kernels fwd_sm80.cuh and bwd_sm80.cuh use it. It adds the biases
+ * to the scores, and the score of a hidden pair becomes -inf.
  *
- * A tile never spans two blocks of a stored mask (../../core/attn_mask.h). A lane reads the mask
- * bits of a row as one 32-bit word, in the order of the lane's accumulators: bit 2 n + e is column
- * 8 n + 2 (lane % 4) + e of the block. Biases of any strides are read from global memory without
- * staging. */
+ * A tile lies in one block of a stored mask (../../core/attn_mask.h). A lane reads the mask bits of
+ * a row as one 32-bit word, in the order of the lane's accumulators: bit 2 n + e is column 8 n + 2
+ * (lane % 4) + e of the block. Biases may have any strides. They are read directly from global
+ * memory. */
 #ifndef GPUKERN_CUDA_SCORES_MMA_CUH
 #define GPUKERN_CUDA_SCORES_MMA_CUH
 
@@ -25,7 +25,7 @@ struct MmaScores : Scores {
 /* The parameters of a kernel with a mask or a bias: those of the kernel without (P), and scores. */
 template <class P> struct Scored : P {
     MmaScores scores;
-    /* Forward only: one byte for each tile of queries, in the workspace, cleared before the launch.
+    /* Forward only: one byte in the workspace for each tile of queries, cleared before the launch.
      * The kernel sets it if the tile's result holds a NaN or inf (fwd_mend.cuh). */
     uint8_t *spoilt;
 };
@@ -45,8 +45,8 @@ __device__ __forceinline__ int block_flag(const MmaScores &x, const int32_t *dat
 }
 
 /* ---- bits of a partial block ----------------------------------------------------------------- */
-/* Bit 2 n + e: whether query i sees key `first` + 8 n + e. first: the block's first key plus 2
- * (lane % 4). */
+/* Bit 2 n + e of the result is 1 if query i sees key `first` + 8 n + e. first: the block's first
+ * key plus 2 (lane % 4). */
 __device__ __forceinline__ uint32_t bits_of_query(const MmaScores &x, const int32_t *data, int flag,
                                                   int i, int first) {
     if ((flag & 3) == GK_BLOCK_WORDS) {
@@ -71,9 +71,9 @@ __device__ __forceinline__ uint32_t bits_of_query(const MmaScores &x, const int3
     return bits;
 }
 
-/* Bit 2 n + e: whether query `first` + 8 n + e sees key j. Only a dense store has a fixed place for
- * the transposed words of every block. The other stores keep few of them, and only the transposed
- * lists say where, so the bits are computed from `source` instead. */
+/* Bit 2 n + e of the result is 1 if query `first` + 8 n + e sees key j. Only a dense store has a
+ * fixed place for the transposed words of every block. The other stores keep few of them, and only
+ * the transposed lists say which, so the bits are computed from `source` instead. */
 __device__ __forceinline__ uint32_t bits_of_key(const MmaScores &x, const int32_t *data, int j,
                                                 int first) {
     if (x.store == GK_MASK_DENSE) {
@@ -106,7 +106,7 @@ template <class T>
 __device__ __forceinline__ float bias_at(const MmaScores &x, const char *from, int64_t at) {
     return x.wide ? __ldg((const float *)from + at) : to_f32(((const T *)from)[at]);
 }
-/* Elements `at` and `at` + 1 by one load. */
+/* Reads elements `at` and `at` + 1 by one load. */
 template <class T>
 __device__ __forceinline__ float2 bias_pair(const MmaScores &x, const char *from, int64_t at) {
     return x.wide ? __ldg((const float2 *)((const float *)from + at))
@@ -121,7 +121,7 @@ __device__ __forceinline__ const float *distances_of(const MmaScores &x, int hea
 /* ---- forward: rows are queries --------------------------------------------------------------- */
 /* Adds the biases to the scores s [M][N][4] in natural units, and sets hidden pairs to -inf. row0,
  * key0: query and key of the lane's s[0][0][0]. Rows and keys past the end read the last one's
- * bias; such keys are hidden already, and such rows are not stored. */
+ * bias: these keys are hidden already, and these rows are not stored. */
 template <class T, int M, int N>
 __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores &x, int b, int head,
                                            int row0, int key0) {
@@ -207,9 +207,9 @@ __device__ __forceinline__ void add_scores(float (&s)[M][N][4], const MmaScores 
     }
 }
 
-/* OnlineSoftmax that decides for each row whether its maximum moves. OnlineSoftmax moves the maxima
- * of all rows of a warp if one has grown; a row's bits would then depend on the masks of other
- * rows. */
+/* An OnlineSoftmax that decides for each row alone whether its maximum changes. OnlineSoftmax
+ * changes the maxima of all rows of a warp if one has grown. With a mask, the bits of a row would
+ * then depend on the masks of other rows. */
 template <int M> struct LoneSoftmax : OnlineSoftmax<M> {
     template <int N, int ND>
     __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4]) {
@@ -249,9 +249,12 @@ template <int M> struct LoneSoftmax : OnlineSoftmax<M> {
 };
 
 /* ---- backward: rows are keys ----------------------------------------------------------------- */
-/* Computes what is added to the scores of the n-th group of eight queries; -inf for hidden pairs.
- * i, j: query and key of the lane's first pair of the group. bits: mask bits of the lane's keys, of
- * which bit 2 n is query i. of_keys: the bias of each key, if it is the same for all queries. */
+/* Computes the addends of the scores of the n-th group of eight queries: the sum of the biases, or
+ * -inf for a hidden pair.
+ *
+ * i, j: query and key of the lane's first pair in the group. bits: the mask bits of the lane's
+ * keys; bit 2 n belongs to query i. of_keys: the bias of each key, if it is the same for all
+ * queries. */
 template <class T, int M>
 __device__ __forceinline__ void addends_of(float (&add)[M][4], const MmaScores &x, int b, int head,
                                            int i, int j, const uint32_t (&bits)[M][2],

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* scores_tiles.h: the tiles of flash_attn_fwd_scores_sm80 and flash_attn_bwd_scores_sm80, the
- * mma.sync kernels of attention with a mask or biases. A tile of scores must lie within one
- * 128 x 128 block of a stored mask, so its rows and keys divide 128. */
+ * mma.sync kernels of attention with a mask or biases. A tile of scores must lie in one 128 x 128
+ * block of a stored mask, so its numbers of rows and keys divide 128. */
 #ifndef GPUKERN_CUDA_SCORES_TILES_H
 #define GPUKERN_CUDA_SCORES_TILES_H
 

@@ -31,12 +31,12 @@ struct ExpApprox {
     static __device__ __forceinline__ float of(float x) { return ex2_approx_ftz(x * LOG2_E); }
 };
 
-/* A running maximum and sum, in natural units. The caller keeps O and multiplies it by what
- * raise returns. */
+/* A running maximum and sum, in natural units. The caller keeps O and multiplies it by the factor
+ * that raise returns. */
 template <class Exp, class W = float> struct RowSoftmax {
-    W peak, sum; /* -inf and 0: no key seen yet */
+    W peak, sum; /* -inf and 0: the row has seen no key */
 
-    /* avoids -inf - -inf, which is NaN */
+    /* the peak, or 0 before the first key, because -inf - -inf is NaN */
     __device__ __forceinline__ W base() const { return peak == W(-INFINITY) ? W(0) : peak; }
     __device__ __forceinline__ W weight(W s) const { return Exp::of(s - base()); }
 
@@ -48,8 +48,8 @@ template <class Exp, class W = float> struct RowSoftmax {
         return Exp::of(before - base());
     }
 
-    /* Adds the sum over other keys, whose maximum is at most this one. Returns the factor of
-     * their O. */
+    /* Adds a sum over other keys, whose maximum is at most this one. Returns the factor of the O
+     * that belongs to it. */
     __device__ __forceinline__ W join(W their_peak, W their_sum) {
         const W factor = weight(their_peak);
         sum += factor * their_sum;
@@ -58,11 +58,11 @@ template <class Exp, class W = float> struct RowSoftmax {
 };
 
 /* ---- 2. rows in accumulators ----------------------------------------------------------------- */
-/* M blocks of 16 rows. A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of
- * each; four lanes share a row. Scores may have any unit: unit_log2 > 0 converts them to log2
- * units. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
+/* M blocks of 16 rows. A lane has elements of rows frag_row(lane, 0) and frag_row(lane, 2) of each
+ * block, and four lanes have the elements of a row. Scores may have any factor: times unit_log2 > 0
+ * they are in log2 units. peak may be smaller than the maximum, by at most SOFTMAX_SLACK_LOG2. */
 template <int M> struct OnlineSoftmax {
-    float peak[M][2], total[M][2]; /* total: this lane's share of the row's sum */
+    float peak[M][2], total[M][2]; /* total: the sum of the row's weights in this lane */
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -72,8 +72,7 @@ template <int M> struct OnlineSoftmax {
         }
     }
 
-    /* Turns the scores s [M][N][4] into weights, and rescales o [M][ND][4] if a maximum has
-     * grown. */
+    /* Replaces the scores s [M][N][4] by weights. Rescales o [M][ND][4] if a maximum has grown. */
     template <int N, int ND>
     __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4],
                                          float unit_log2) {
@@ -97,7 +96,7 @@ template <int M> struct OnlineSoftmax {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float shift = peak[m][r] == -INFINITY ? 0.f : peak[m][r] * unit_log2;
-                /* two chains, because consecutive additions wait for each other */
+                /* two sums, because consecutive additions to one sum wait for each other */
                 float sum0 = 0, sum1 = 0;
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
@@ -112,6 +111,7 @@ template <int M> struct OnlineSoftmax {
         }
     }
 
+    /* Sets the peaks to `highest` and rescales the sums and o. */
     template <int ND>
     __device__ __forceinline__ void rescale(const float (&highest)[M][2], float (&o)[M][ND][4],
                                             float unit_log2) {

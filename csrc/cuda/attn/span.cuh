@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* span.cuh: which keys a row sees, and which rows see a key. It is the device counterpart of
- * gk_span (internal.h), in 32 bits. Row i of a sequence is at key position i + diagonal and sees
- * keys [lo(i), hi(i)). Both ends grow with i. */
+/* span.cuh: which keys a row sees by causal, window and padding, and which rows see a key. It is
+ * the device counterpart of gk_span (internal.h), in 32 bits. Row i of a sequence is at key
+ * position i + diagonal and sees keys [lo(i), hi(i)). Neither bound ever falls as i grows. */
 #ifndef GPUKERN_CUDA_SPAN_CUH
 #define GPUKERN_CUDA_SPAN_CUH
 

@@ -5,9 +5,9 @@
  *  lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
  *
  * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype
- * and strides, lse [rows] float32. Parts are added in a fixed order, so results repeat bit for bit.
- * A part with lse -inf saw no key and is not read. A row that saw no key and has no sink gives 0
- * and -inf. To accumulate, the old out and lse count as one more part.
+ * and strides, lse [rows] float32. The parts are added in a fixed order, so results repeat bit for
+ * bit. A part with lse -inf saw no key and is not read. A row that saw no key and has no sink gives
+ * 0 and -inf. To accumulate, the old out and lse count as one more part.
  *
  * Work split: a warp owns a row, a block WARPS rows; a lane owns column pairs 2 lane, 2 lane + 64,
  * and so on. The kernel is bound by memory bandwidth. It does not serve float64. */
@@ -17,12 +17,12 @@
 
 namespace {
 
-/* warps share nothing, so any block size that fills an SM serves */
+/* Warps are independent, so any block size that fills an SM will do. */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 constexpr int PAIRS = 256 / 64; /* column pairs of a lane */
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
-/* ONTO: out and lse are read as one more part. */
+/* ONTO: the old out and lse count as one more part. */
 template <class T, bool ONTO>
 __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
     const int lane = threadIdx.x % 32;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) 
     if (ONTO) {
         old_lse = p.lse[row];
         all.peak = fmaxf(all.peak, old_lse);
-        __syncwarp(); /* all lanes have read it before it is overwritten */
+        __syncwarp(); /* all lanes have read old_lse before it is overwritten */
     }
 
     if (sink != -INFINITY) all.sum = all.weight(sink);
@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) 
             sum[c] = make_float2(weight * to_acc(out[col]), weight * to_acc(out[col + 1]));
         }
     }
-    /* no test of the peak: fmaxf leaves NaN out, so parts that are all NaN leave it at -inf */
+    /* The peak is not tested for -inf: fmaxf ignores NaN, so parts whose lse are all NaN leave it
+     * at -inf. */
     for (int s = 0; s < p.splits; ++s) {
         const float lse = p.lse_splits[s * p.rows + row];
         if (lse == -INFINITY) continue;

@@ -5,8 +5,8 @@
 
 #include "../host/launch.cuh"
 
-/* The number of a row is (x * size_y + y) * size_z + z: its index in lse, which is dense. The
- * offsets of out and of the sink follow from x, y, z. */
+/* The index of a row in lse, which is dense, is (x * size_y + y) * size_z + z. The offsets of out
+ * and of the sink follow from x, y and z. */
 struct SplitCombine {
     /* [splits][rows][head_dim_v], each normalised; not read if its lse is -inf */
     const float *out_splits;

@@ -18,10 +18,11 @@
 #include "../tile/reduce.cuh"
 #include "forward/fwd_score.cuh"
 
-/* Weights in the block that sets m are at most 1. A lane's sum of weights per block must stay
- * below LIMIT. */
+/* Weights in the block that sets m are at most 1. In later blocks, the sum of a lane's weights must
+ * stay below LIMIT. */
 template <class T> struct StaleRange;
-/* bfloat16 has float's exponent range; O is weights times v, so part of the range is left for v */
+/* bfloat16 has float's exponent range. O is a sum of weights times v, so a part of the range is
+ * left for v. */
 template <> struct StaleRange<__nv_bfloat16> {
     static constexpr float LIMIT = 0x1p80f;
 };
@@ -29,22 +30,23 @@ template <> struct StaleRange<__half> { /* the largest float16 is 65504 */
     static constexpr float LIMIT = 0x1p15f;
 };
 
-/* m of a row that has seen no key; any score then triggers a redo */
+/* m of a row that has seen no key. Any finite score then leaves the range and triggers a redo. */
 constexpr float STALE_NOTHING = -3e38f;
 
 template <class T, int BKV> struct StaleSoftmax {
     static constexpr int N = BKV / 8;
     typedef StaleRange<T> Range;
-    float m[2], total[2]; /* m is in log2 units; total is this lane's share of the row's sum */
+    /* m is in log2 units; total is the sum of the row's weights in this lane */
+    float m[2], total[2];
 
     __device__ __forceinline__ void clear() {
         m[0] = m[1] = STALE_NOTHING;
         total[0] = total[1] = 0;
     }
 
-    /* Computes the weights of scores [first, end) with the present m and adds them to part. Each
-     * row of a lane has two partial sums, because consecutive additions to one sum wait for each
-     * other. */
+    /* Computes the weights of scores first to end - 1 with the present m and adds them to part.
+     * Each row of a lane has two partial sums, because consecutive additions to one sum wait for
+     * each other. */
     __device__ __forceinline__ void weigh(const float (&s)[N * 4], float unit_log2,
                                           float (&w)[N * 4], float (&part)[4], int first,
                                           int end) const {
@@ -58,7 +60,7 @@ template <class T, int BKV> struct StaleSoftmax {
         }
     }
 
-    /* Weights of a block; sum: this lane's sums by row. */
+    /* Computes the weights of a block. sum: this lane's sum of each row. */
     __device__ __forceinline__ void weights(const float (&s)[N * 4], float unit_log2,
                                             float (&w)[N * 4], float (&sum)[2]) const {
         float part[4] = {0, 0, 0, 0};
@@ -67,8 +69,8 @@ template <class T, int BKV> struct StaleSoftmax {
         sum[1] = part[1] + part[3];
     }
 
-    /* Weights of the exponents that exponent(i) gives. One sum per row: registers are short, and
-     * the exponentials are not faster than one chain of additions. */
+    /* Computes the weights whose exponents are exponent(i). Each row has one sum: registers are
+     * few, and the exponentials are not faster than one chain of additions. */
     template <class Exponent>
     __device__ __forceinline__ void weights_of(const Exponent &exponent, float (&w)[N * 4],
                                                float (&sum)[2]) const {
@@ -80,8 +82,8 @@ template <class T, int BKV> struct StaleSoftmax {
         }
     }
 
-    /* Weights of masked scores. Groups of columns that no row of the warp sees get weight 0
-     * without an exponential. */
+    /* Computes the weights of masked scores. Groups of columns that no row of the warp sees get
+     * weight 0 without an exponential. */
     __device__ __forceinline__ void weights_kept(const float (&s)[N * 4], float unit_log2,
                                                  const KeptColumns &columns, float (&w)[N * 4],
                                                  float (&sum)[2]) const {
@@ -105,8 +107,8 @@ template <class T, int BKV> struct StaleSoftmax {
         for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(w[2 * i], w[2 * i + 1]);
     }
 
-    /* The value of m that the largest score of row r asks for, the same in its four lanes. Looks
-     * at every EACH-th group of 8 keys. -inf: the row sees none of them. */
+    /* The m that fits the largest score of row r, the same in the row's four lanes. It looks at
+     * every EACH-th group of 8 keys. If the row sees none of these keys, it is -inf. */
     template <int EACH = 1>
     static __device__ __forceinline__ float row_top(const float (&s)[N * 4], float unit_log2,
                                                     int r) {
@@ -122,8 +124,8 @@ template <class T, int BKV> struct StaleSoftmax {
         return !(sum[0] < Range::LIMIT) || !(sum[1] < Range::LIMIT);
     }
 
-    /* Sets m of row r to `top` if the row is out of range, and returns whether it is. factor: what
-     * the row's earlier sums and O must be multiplied by. */
+    /* If the row is out of range, sets its m to `top` and returns true. factor: the number by which
+     * the row's earlier sums and O must be multiplied. */
     __device__ __forceinline__ bool refer_row_again(int r, float top, float sum, float &factor) {
         const unsigned lanes = __ballot_sync(0xffffffffu, !(sum < Range::LIMIT));
         const bool again = lanes >> (threadIdx.x & 28) & 15;
@@ -154,8 +156,8 @@ template <class T, int BKV> struct StaleSoftmax {
     }
 
     /* Sets m to the largest score of a tile's first block. SAMPLED: looks at a quarter of the
-     * scores and takes a quarter of the instructions; the caller must then check out_of_range
-     * for this block, too. */
+     * scores and takes a quarter of the instructions. The caller must then also check out_of_range
+     * for this block. */
     template <bool SAMPLED>
     __device__ __forceinline__ void refer(const float (&s)[N * 4], float unit_log2) {
         const float top[2] = {row_top<SAMPLED ? 4 : 1>(s, unit_log2, 0),

@@ -7,10 +7,12 @@
 #define GPUKERN_CUDA_ATTN_TILES_H
 
 /* ======== forward ======== */
-/* flash_attn_fwd_sm80. HEAD_DIM is the bucket: head_dim and head_dim_v are at most that. STAGES
- * is the number of K and V tiles in shared memory, CTAS the blocks that share an SM. A warp owns
- * BQ / WARPS rows. With 32 rows each fragment of K and V feeds four products, and shared memory
- * keeps up with the tensor cores. A warp owns 16 rows if the accumulators of 32 do not fit. */
+/* flash_attn_fwd_sm80. HEAD_DIM is the bucket: head_dim and head_dim_v are at most that. STAGES is
+ * the number of K and V tiles in shared memory, CTAS the number of blocks on an SM.
+ *
+ * A warp owns BQ / WARPS rows. With 32 rows each fragment of K and V is used in four products, so
+ * shared memory keeps up with the tensor cores. If the accumulators of 32 rows do not fit, a warp
+ * owns 16. */
 template <int HEAD_DIM_> struct FlashFwdTile;
 template <int HEAD_DIM_> struct FlashFwdScoreTile; /* for scores with softcap or ALiBi */
 
@@ -81,13 +83,15 @@ template <int HEAD_DIM_> struct FlashFwdSimtTile {
     static constexpr int ROWS = HEAD_DIM_ == 256 ? 4 : 8;
 };
 
-/* flash_attn_fwd_sm90a. A consumer warpgroup owns 64 rows of queries. Registers: S and the
- * float32 weights BKV / 2 each, P BKV / 4, O HEAD_DIM_V / 2. STAGES is the number of K and of V
+/* flash_attn_fwd_sm90a. A consumer warpgroup owns 64 rows of queries. Registers: S and the float32
+ * weights BKV / 2 each, P BKV / 4, O HEAD_DIM_V / 2. STAGES is the number of K stages and of V
  * stages, Q_BUFFERS that of Q. OVERLAP: the softmax of a block runs while the previous block is
- * multiplied by V; without OVERLAP the weights share the registers of S. Figures: TFLOP/s,
- * bfloat16, 16k tokens, one H100 on which cuDNN reaches 583 (head_dim 128). */
-/* Three warpgroups fill each other's gaps: 590 at 8k. Two with OVERLAP reach 470; three with
- * OVERLAP and 96 keys 540, or 487 without the fixed issue order. Four stages reach 594. */
+ * multiplied by V. Without OVERLAP the weights use the registers of S.
+ *
+ * Figures: TFLOP/s, bfloat16, 16k tokens, one H100 on which cuDNN reaches 583 (head_dim 128). */
+/* Three warpgroups: while one waits, the others compute. 590 at 8k. Two with OVERLAP reach 470;
+ * three with OVERLAP and 96 keys 540, or 487 without the fixed issue order. Four stages reach
+ * 594. */
 struct FwdHopper64 {
     static constexpr int HEAD_DIM = 64, HEAD_DIM_V = 64, WARPGROUPS = 3, BKV = 128, STAGES = 2,
                          Q_BUFFERS = 2;
@@ -114,9 +118,9 @@ template <class Tile> struct ScoresOf {
 template <class Base, int MASK_, int BIAS_> struct ScoresOf<FwdMasked<Base, MASK_, BIAS_>> {
     static constexpr int MASK = MASK_, BIAS = BIAS_;
 };
-/* Heads with a mask are scheduled in groups whose K and V together are about as large as L2: 773
- * TFLOP/s with 16 heads of 8k tokens, 750 with 6, 748 with 32, 649 head by head (causal as a mask,
- * one H200). */
+/* Heads with a mask are scheduled in groups whose K and V together are about as large as L2.
+ * Measured (causal as a mask, 8k tokens, one H200): 773 TFLOP/s with 16 heads, 750 with 6, 748 with
+ * 32, 649 head by head. */
 constexpr double FWD_MASK_L2_SHARE = 1.1;
 /* The largest number of blocks of keys of a masked tile: 131,072 keys. Shared memory has one bit
  * for each of them (FwdMarks). */
@@ -144,9 +148,9 @@ struct FwdHopper256 { /* 192 KiB, one Q buffer; 741 at 8k */
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
     static constexpr bool OVERLAP = true;
 };
-/* The smallest number of key blocks of a tile whose last P V is followed directly by the next
- * tile's first S. Speed over never doing so: 1.06 at 512 full, 1.00 at 8k. With shorter tiles,
- * too, it was 0.97 at 512 causal, since the next Q has not arrived. */
+/* The last P V of a tile with at least this many key blocks is followed directly by the next tile's
+ * first S. Speed relative to never doing so: 1.06 at 512 full, 1.00 at 8k. With shorter tiles as
+ * well, it was 0.97 at 512 causal, since the next Q has not arrived by then. */
 constexpr int FWD_FOLLOWED = 3;
 /* Up to this many rows of queries, tiles of 192 rows waste more than they gain. Measured at 512,
  * 1024 and 2048 with a causal mask. Without one, only a sequence that fits in 128 rows. */
@@ -156,9 +160,9 @@ constexpr int FWD_SHORT_CAUSAL = 1024, FWD_SHORT = 128;
  * in 16-bit formats, and nearly all rescalings of O disappear. */
 constexpr float SOFTMAX_SLACK_LOG2 = 8;
 
-/* Splitting the keys: the most parts (the merge reads each once) and the fewest key tiles of a
- * part. Two parts of two tiles took 14.3 us, where FlashAttention-2 took 12.8 us without splits:
- * the merge costs more than it saves. */
+/* Splitting the keys: the largest number of parts (the merge reads each once), and the smallest
+ * number of key tiles of a part. Two parts of two tiles took 14.3 us, where FlashAttention-2 took
+ * 12.8 us without splits: the merge costs more than it saves. */
 constexpr int SPLIT_MOST = 32, SPLIT_TILES = 4;
 /* Keys are split if the blocks fill less than SPLIT_BELOW of the GPU. The smallest number of
  * parts that reaches SPLIT_NEAR of the best fill is taken, which is FlashAttention-2's rule. */
@@ -178,28 +182,31 @@ constexpr int BWD_SINK_THREADS = 1024;
 constexpr int BWD_PLAIN_WARPS = 4;
 constexpr int BWD_PLAIN_ROWS = 64; /* rows of a tile of stats; nothing else depends on it */
 
-/* HEAD_DIM is the padded head_dim. WARPS_KV groups of warps divide the tile's keys among them.
- * The warps of one group divide its rows in S and dP and its columns in dK and dV. DQ_WARPS
- * warps divide the rows of dQ, the others its columns. BLOCKS blocks share an SM. */
+/* HEAD_DIM is the padded head_dim. The warps form WARPS_KV groups, and each group owns a part of
+ * the tile's keys. The warps of one group divide its rows in S and dP and its columns in dK and dV.
+ * DQ_WARPS warps divide the rows of dQ, and the rest its columns. BLOCKS blocks run on an SM. */
 template <int HEAD_DIM, int BQ_, int BKV_, int WARPS_, int WARPS_KV_, int DQ_WARPS_, int BLOCKS_>
 struct BwdTile {
     static constexpr int head_dim = HEAD_DIM, bq = BQ_, bkv = BKV_, warps = WARPS_,
                          warps_kv = WARPS_KV_, dq_warps = DQ_WARPS_, blocks = BLOCKS_, stages = 2;
 };
-/* 32 keys a warp: every operand of dO and Q that is loaded serves two products. The tile is
- * small, so that S and dP (64 registers) fit beside dK and dV (128). Two blocks share an SM, so
- * that one multiplies while the other waits. 326 TFLOP/s at 8k; 252 with 64 rows, 16 keys a warp
- * and one block; 280 with 32 rows and 256 keys; 262 with 64 rows and pairs of warps. */
+/* 32 keys a warp: every operand of dO and Q that is loaded is used in two products. The tile is
+ * small, so that S and dP (64 registers) fit in addition to dK and dV (128). Two blocks run on an
+ * SM, so that one multiplies while the other waits.
+ *
+ * 326 TFLOP/s at 8k. Others: 252 with 64 rows, 16 keys a warp and one block; 280 with 32 rows and
+ * 256 keys; 262 with 64 rows and pairs of warps. */
 typedef BwdTile<64, 32, 128, 4, 4, 2, 2> Bwd64;
-/* 32 keys a warp need pairs of warps here: 338 at 8k; 300 with 16 keys a warp; 267 with tiles of
- * 32 x 64 and two blocks an SM. dQ in one or four groups of rows is 2 % slower. */
+/* For 32 keys a warp, two warps must divide each group of keys here: 338 at 8k. Others: 300 with 16
+ * keys a warp; 267 with tiles of 32 x 64 and two blocks an SM. dQ in one or four groups of rows is
+ * 2 % slower. */
 typedef BwdTile<128, 64, 128, 8, 4, 2, 1> Bwd128;
-/* Four warps share 32 keys: 275 at 8k; 245 with two warps and 16 keys. dQ in one or four groups:
- * 266, 251. */
+/* Four warps divide the work for 32 keys: 275 at 8k; 245 with two warps and 16 keys. dQ in one or
+ * four groups: 266, 251. */
 typedef BwdTile<256, 64, 64, 8, 2, 2, 1> Bwd256;
-/* Smaller tiles for less shared memory: 72 KiB of the 99 KiB of compute capability 8.6, 8.9 and
- * 12.0; 137 KiB of the 163 KiB of 8.0 and 8.7. Only one block fits on an SM, so it has 8 warps
- * rather than 32 keys a warp. At 256 not even 32 x 32 fits in 99 KiB. */
+/* Smaller tiles for GPUs with less shared memory: 72 KiB of the 99 KiB of compute capability 8.6,
+ * 8.9 and 12.0, and 137 KiB of the 163 KiB of 8.0 and 8.7. Only one block fits on an SM, so it has
+ * 8 warps and no 32 keys a warp. At 256 not even 32 x 32 fits in 99 KiB. */
 typedef BwdTile<128, 32, 64, 8, 4, 2, 1> Bwd128Small;
 typedef BwdTile<256, 32, 64, 8, 4, 2, 1> Bwd256Small;
 /* With dropout, whose random words take registers: 16 keys a warp. The tiles above spill 8 to 56
@@ -228,19 +235,21 @@ typedef BwdDqTile<256, 64, 32, 4, 1> BwdDq256Small;
 typedef BwdDqTile<128, 64, 32, 4, 2> BwdDq128Drop;
 
 /* flash_attn_bwd_sm90a: two consumer warpgroups of 64 keys each, BQ rows a step. Registers of a
- * consumer: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP BQ / 2 each. STAGES of Q, O_STAGES of
- * dO. DV_FIRST: rows of the dV product that are issued before dQ. K_REGISTERS: K is the register
- * operand of S, which relieves shared memory's port. TASK_TILES: tiles of rows of one stats or
- * rounding task. Figures: TFLOP/s at 8k full on one H100. */
-/* 573; 560 with 64 rows. Leaving more rows of dV until after dQ, or K in registers, does not
- * fit. */
+ * consumer: dK HEAD_DIM / 2, dV HEAD_DIM_V / 2, S and dP BQ / 2 each. STAGES of Q, O_STAGES of dO.
+ * DV_FIRST: the rows of the dV product that are issued before dQ. K_REGISTERS: K is the register
+ * operand of S, so that shared memory is read less. TASK_TILES: tiles of rows of one rows or
+ * rounding task.
+ *
+ * Figures: TFLOP/s at 8k full on one H100. */
+/* 573; 560 with 64 rows. Neither fewer rows of dV before dQ nor K in registers fits. */
 struct BwdHopper128 {
     static constexpr int HEAD_DIM = 128, HEAD_DIM_V = 128, BQ = 80, BKV = 128, STAGES = 2,
                          O_STAGES = 2, DV_FIRST = 64, TASK_TILES = 8;
     static constexpr bool PAIR = false, K_REGISTERS = false;
     static constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 };
-/* has registers left: less of dV before dQ, and more under the additions of dQ */
+/* has registers left, so fewer rows of dV come before dQ, and more run while dQ is added to
+ * memory */
 struct BwdHopper96 : BwdHopper128 {
     static constexpr int HEAD_DIM = 96, HEAD_DIM_V = 96, DV_FIRST = 32;
 };
@@ -290,8 +299,9 @@ struct BwdHopper192 : BwdHopper256 {
     static constexpr int HEAD_DIM = 192, HEAD_DIM_V = 192, O_STAGES = 2;
 };
 
-/* float32 on CUDA cores with 8 warps. 16 PER_STAY rows stay in shared memory, 16 PER_PASS rows
- * pass through it. A thread computes PER_STAY x PER_PASS sums from the elements that it loads. */
+/* float32 on CUDA cores with 8 warps. A block keeps 16 PER_STAY rows in shared memory, and 16
+ * PER_PASS rows at a time pass through it. A thread computes PER_STAY x PER_PASS sums from the
+ * elements that it loads. */
 template <int HEAD_DIM, int PER_STAY, int PER_PASS, int BLOCKS_> struct BwdSimtTile {
     static constexpr int head_dim = HEAD_DIM, per_stay = PER_STAY, per_pass = PER_PASS,
                          stay = 16 * PER_STAY, pass = 16 * PER_PASS, blocks = BLOCKS_;
@@ -333,7 +343,7 @@ template <> struct paged_f32_tile<128> {
 
 struct paged_plan {
     static constexpr int keys = 16; /* keys of a warp's step: the m of mma m16n8k16 */
-    /* If a tile would have more splits than about this, its kv heads go to separate blocks. */
+    /* If a tile would have more than about this many splits, its kv heads go to separate blocks. */
     static constexpr int splits = 16;
     /* cost of starting a tile, in chunks */
     static constexpr int tile_cost = 2;
@@ -354,9 +364,9 @@ struct paged_tree_plan {
 };
 
 struct kv_write_tile {
-    /* a token of 8 heads x 128 in 16 bits has 512 pieces: two blocks */
+    /* a token of 8 heads x 128 in 16 bits has 256 vectors of 16 bytes in k and v: one block */
     static constexpr int threads = 256;
-    /* tokens of a block: the 16-byte loads that a thread has in flight */
+    /* tokens of a block: the number of 16-byte loads that a thread has in flight */
     static constexpr int tokens = 4;
     /* a block takes fewer tokens until every SM has this many blocks */
     static constexpr int blocks_per_sm = 4;

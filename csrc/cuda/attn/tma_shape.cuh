@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tma_shape.cuh: attention's tensors as TMA shapes, and the loads of their tiles. */
+/* tma_shape.cuh: the tensors of attention as TMA shapes, and the loads of their tiles. All Hopper
+ * kernels of attention use it. */
 #ifndef GPUKERN_CUDA_TMA_SHAPE_CUH
 #define GPUKERN_CUDA_TMA_SHAPE_CUH
 
@@ -24,8 +25,8 @@ inline TensorShape attn_shape(const gk_tensor &t) {
     return x;
 }
 
-/* Loads a tile of rows from `row` on and of columns from `col` on: one box of COLUMNS columns
- * for each panel (wgmma_panels). One thread. */
+/* Loads a tile that begins at row `row` and column `col`, with one box of COLUMNS columns for each
+ * panel (wgmma_panels). One thread. */
 template <class Panels, int COLUMNS = 64>
 __device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row,
                                             int head, int b, smem_addr barrier_s, int col = 0) {

@@ -63,8 +63,10 @@ __device__ __forceinline__ void add_tile(float *to, const BwdWork &w, int i0, in
  *
  * In pass r a lane takes word u = (lane + r) % 32, which is columns 2 u and 2 u + 1, of rows 2 r
  * and 2 r + 1. Its four elements lie on the diagonals 2 e, 2 e + 1, 2 e - 1 and 2 e with e = u - r.
- * So e is `lane` in all passes, or `lane` - 32 if u wraps around. on, after and before are the sums
- * of the diagonals 2 e, 2 e + 1 and 2 e - 1, with index 1 for e = lane - 32. */
+ * So e is `lane` in all passes, or `lane` - 32 if u wraps around.
+ *
+ * `on`, `after` and `before` are the sums of the diagonals 2 e, 2 e + 1 and 2 e - 1. Their index is
+ * 1 for e = lane - 32. */
 template <class T>
 __device__ __forceinline__ void add_diagonals(float *to, int least, int most, int first,
                                               smem_addr ds_s) {

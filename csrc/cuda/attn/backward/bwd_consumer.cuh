@@ -330,7 +330,7 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     BwdWork &w = *(BwdWork *)(smem + S::WORK);
-    /* the shuffle tells the compiler that the value is uniform over the warp */
+    /* the shuffle shows the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (Consumer::leaves(x)) return;
     if (threadIdx.x == 0) { /* this takes longest, so other warps do the rest at the same time */

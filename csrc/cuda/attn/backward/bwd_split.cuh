@@ -14,8 +14,8 @@
 #include "../../layout/layout.cuh"
 
 /* A tile of keys is cut if its lists, over the query heads of a group, have at least FROM blocks of
- * 128 queries. A part has at least LEAST blocks. A part costs 11,000 clocks beside its steps, which
- * take about 4,500 clocks each, and its sums go through memory. */
+ * 128 queries. A part has at least LEAST blocks. A part costs 11,000 clocks in addition to its
+ * steps, which take about 4,500 clocks each. Its sums also go through memory. */
 constexpr int BWD_SPLIT_FROM = 32, BWD_SPLIT_LEAST = 8;
 /* The largest number of tiles of a unit that are cut, and of parts of one tile. A task without work
  * costs about 2,000 clocks: 0.5 % of a call of 8,192 tokens. Pairs of blocks cut one tile. Two were

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(THREADS) clean_kernel(const __grid_constant__ 
         to[c] = alive ? from[c] : make_uint4(0, 0, 0, 0);
 }
 
-/* ---- 3. the pieces of a call ----------------------------------------------------------------- */
+/* ---- 3. the work items of a call ------------------------------------------------------------- */
 struct Own {
     Bwd g;
     bool clean; /* the operands are copied by clean_kernel, and the products take all pairs */

@@ -6,16 +6,17 @@
  *
  * k [T, Hkv, D], v [T, Hkv, Dv], any strides; caches [num_blocks, block_size, Hkv, D | Dv]; slots
  * [T] int64 or int32. A negative slot is skipped; a slot past the cache is skipped and reported.
- * The quotient is float32 (float64 for float64), rounded once to nearest even. If tokens share a
- * slot, any of them may win, separately for each piece. 8-bit caches hold codes (tile/codes.cuh),
- * with or without a scale; a scale may be per page and head.
+ * The quotient is float32 (float64 for float64), rounded once to nearest even. If several tokens
+ * have the same slot, the result in each vector is that of any one of them. 8-bit caches hold codes
+ * (tile/codes.cuh), with or without a scale; a scale may be per page and head.
  *
- * Work split: a block takes up to TOKENS tokens and THREADS pieces of each. A piece is 16 bytes if
- * every row is dense and aligned, otherwise one element. A thread takes the same piece of all the
- * tokens, so it computes its head and column once. The kernel is bound by memory bandwidth.
+ * Work split: a block takes up to TOKENS tokens and THREADS vectors of each. A vector, named
+ * `piece` in the code, is 16 bytes if every row is dense and aligned, otherwise one element. A
+ * thread takes the same vector of all the tokens, so it computes its head and column once. The
+ * kernel is bound by memory bandwidth.
  *
- *  1. load the pieces; these loads do not wait for the slots
- *  2. the first threads turn slots into cache offsets, in shared memory: 24 bytes a token
+ *  1. load the vectors; these loads do not wait for the slots
+ *  2. the first threads compute cache offsets from the slots, in shared memory: 24 bytes a token
  *  3. divide, store */
 #include "../../host/launch.cuh"
 #include "../../ptx/regs.cuh"
@@ -32,7 +33,7 @@ struct Side { /* k or v */
     int64_t token, head, col;                 /* strides of x */
     int64_t page, row, cache_head, cache_col; /* strides of the cache */
     CodeScale scale;
-    int cols; /* head_dim in pieces */
+    int cols; /* vectors of a row of a head */
 };
 
 struct Params {
@@ -50,7 +51,7 @@ struct Params {
 /* marks a skipped token; no real offset, since strides may be negative */
 constexpr int64_t NOWHERE = INT64_MIN;
 
-/* Cache offsets of the block's tokens. */
+/* The cache offsets of the block's tokens. */
 struct Places {
     int64_t at[2][TOKENS]; /* offsets into the caches of k and v */
     int64_t page[TOKENS];
@@ -81,7 +82,7 @@ template <> struct Bits<16> {
     typedef uint4 type;
 };
 
-/* PlainPiece and CodePiece: a piece as the cache stores it, in T or in codes. */
+/* PlainPiece::of and CodePiece::of give a vector as the cache stores it, in T or in 8-bit codes. */
 template <class T, int PIECE> struct PlainPiece {
     typedef T stored;
     typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
     const int64_t token0 = (int64_t)group * p.tokens_per_block;
     const int count = (int)min((int64_t)p.tokens_per_block, p.tokens - token0);
 
-    /* 1. this thread's piece of k or v */
+    /* 1. load this thread's vector of k or v */
     const int pieces_k = p.heads * p.side[0].cols, pieces = pieces_k + p.heads * p.side[1].cols;
     const int i = blockIdx.x / p.groups * THREADS + threadIdx.x;
     const int s = i >= pieces_k;
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
     for (int t = 0; t < TOKENS; ++t)
         if (i < pieces && t < count) piece[t] = *(const Vector *)(x + t * side.token);
 
-    /* 2. slots */
+    /* 2. the cache offsets of the slots */
     if (threadIdx.x < count) {
         const int64_t at = (token0 + threadIdx.x) * p.slot_step;
         const int64_t slot =
@@ -157,10 +158,10 @@ __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
                 good ? page * p.side[which].page + row * p.side[which].row : NOWHERE;
         }
     }
-    __syncthreads(); /* places are written */
+    __syncthreads(); /* `places` is complete */
     if (i >= pieces) return;
 
-    /* 3. out */
+    /* 3. store */
     typedef typename Piece::stored Stored;
     Stored *cache = (Stored *)side.cache + head * side.cache_head + col * side.cache_col;
 #pragma unroll
@@ -188,7 +189,7 @@ Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale,
 }
 
 enum {
-    KEY_PIECE, /* elements of a piece */
+    KEY_PIECE, /* elements of a vector */
     KEY_CODES  /* the caches hold 8-bit codes */
 };
 

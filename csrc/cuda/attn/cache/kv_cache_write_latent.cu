@@ -4,10 +4,10 @@
  *
  *  codes, scales = quantize(c[t], e4m3, 1x128)    rotary = bfloat16(k_pe[t])
  *
- * c [T, 1, 512], k_pe [T, 1, 64], any strides; rows of 656 bytes, aligned to 16, of which k_cache
- * is the codes and scales and v_cache the rotary part; slots [T] int64 or int32. A negative slot is
- * skipped; a slot past the cache is skipped and reported. If tokens share a slot, its row is
- * undefined: a mix of theirs.
+ * c [T, 1, 512], k_pe [T, 1, 64], any strides; slots [T] int64 or int32. The cache has rows of 656
+ * bytes, aligned to 16. k_cache is the part with codes and scales, v_cache the rotary part. A
+ * negative slot is skipped; a slot past the cache is skipped and reported. If several tokens have
+ * the same slot, its row is undefined: it may mix them.
  *
  * Work split: a block owns a token. Each of four warps owns 128 latent columns, four a lane, and
  * the fifth warp the rotary columns, two a lane. */
@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(THREADS) kv_cache_write_latent_kernel(Params p
     const int column = warp * GK_LATENT_BLOCK + lane * 4;
     const T *x = (const T *)p.c + token * p.c_token + column * p.c_col;
     float v[4];
-    int most = 0; /* as bits, of which infinities and NaN have the largest */
+    /* the largest magnitude, compared as bits, where infinities and NaN are largest */
+    int most = 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
         v[e] = to_f32(x[e * p.c_col]);

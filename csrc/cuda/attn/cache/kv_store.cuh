@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv_store.cuh: shared by the kernels that write into a paged cache: saturation and rounding of
- * a value, and the check that rows can be moved in aligned vectors ("pieces"). */
+/* kv_store.cuh: helpers of the kernels that write into a paged cache: the limits to which a value
+ * is saturated, its rounding to 8-bit codes, and the check that rows can be moved in aligned
+ * vectors. A vector is named `piece` in the code. */
 #ifndef GPUKERN_CUDA_KV_STORE_CUH
 #define GPUKERN_CUDA_KV_STORE_CUH
 
@@ -15,8 +16,8 @@ template <> constexpr float largest<float>() { return 3.402823466e38f; }
 template <> constexpr float largest<__nv_bfloat16>() { return 3.3895313892515355e38f; }
 template <> constexpr float largest<__half>() { return 65504.f; }
 
-/* csrc/formats/codes.h, gk_f64_to_odd_f32: converts a double to a float that rounds to the same
- * 8-bit code. */
+/* Converts a double to a float that rounds to the same 8-bit code (gk_f64_to_odd_f32 in
+ * csrc/formats/codes.h). */
 __device__ __forceinline__ float to_odd_f32(double x) {
     const float f = (float)x;
     if (x != x || (double)f == x || isinf(f)) return f;
@@ -25,7 +26,8 @@ __device__ __forceinline__ float to_odd_f32(double x) {
 __device__ __forceinline__ float to_odd_f32(float x) { return x; }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* True if every row of t is dense and consists of whole pieces, each aligned to its size. */
+/* True if every row of t is dense and consists of whole vectors of `piece` elements, each aligned
+ * to its size. */
 inline bool in_pieces(const gk_tensor &t, int piece) {
     const int last = t.ndim - 1;
     const int64_t bytes = piece * (int64_t)gk_dtype_bytes(t.dtype);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache (rope_kv_write.cuh) on
- * every GPU. */
+/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache, on every GPU. The
+ * kernel is in rope_kv_write.cuh. */
 #include "rope_kv_write.cuh"
 
 namespace {

@@ -10,21 +10,22 @@
  *
  * RMS norm of q and k: Henry et al. 2020, arXiv:2010.04245. Rotation: Su et al. 2021,
  * arXiv:2104.09864. q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], last dimension dense; caches
- * [num_blocks, block_size, Hkv, D | Dv], any strides, of q's dtype or 8-bit codes; cos, sin [P, R /
- * 2]; positions, slots [T]. Arithmetic is float32 (float64 for float64), rounded once.
+ * [num_blocks, block_size, Hkv, D | Dv], any strides, of q's dtype or 8-bit codes; cos, sin [P,
+ * R / 2]; positions, slots [T]. Arithmetic is float32 (float64 for float64), rounded once.
  *
- * rope_kv_write.cu and rope_kv_write_sm90a.cu instantiate the kernel.
+ * rope_kv_write.cu and rope_kv_write_sm90a.cu instantiate the kernel. It refuses calls with more
+ * than 65,535 heads of q, k and v together.
  *
- * Work split: blockIdx.x is a token. Its heads (those of q, then k, then v) have 4 to 32 lanes
- * each. A lane takes one item of its head's row at a time. An item is one of:
+ * Work split: blockIdx.x is a token. Each of its heads (those of q, then k, then v) has 4 to 32
+ * lanes. A lane takes one item of its head's row at a time. An item is one of:
  *
  *  - a 16-byte vector and its partner R / 2 columns further
  *  - a single vector: interleaved pairs, columns from R on, and v
  *  - if rows are not whole vectors: one element and its partner, or one element
  *
- * A norm reads its row twice, the second time from L1. With many tokens memory bandwidth bounds the
- * time, otherwise the latency of the chain position -> cos -> store. A token with a negative slot
- * is not written to the caches. */
+ * A norm reads its row twice, the second time from L1. With many tokens the kernel is bound by
+ * memory bandwidth. With few, it is bound by the latency of the chain of loads: position, then cos,
+ * then the store. A token with a negative slot is not written to the caches. */
 #ifndef GPUKERN_CUDA_ATTN_CACHE_ROPE_KV_WRITE_CUH
 #define GPUKERN_CUDA_ATTN_CACHE_ROPE_KV_WRITE_CUH
 
@@ -41,7 +42,7 @@ template <class F, int N> struct alignas(N * sizeof(F) < 16 ? N * sizeof(F) : 16
     F v[N];
 };
 
-struct Line { /* q, k or v, and where its rows are written: out_q or a cache */
+struct Line { /* one of q, k and v, and the destination of its rows: out_q or a cache */
     const void *x;
     void *to;
     int64_t token, head; /* strides of x */
@@ -154,12 +155,12 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
     int64_t position = index_at(p.positions, token * p.position_step, p.positions_64);
     const int64_t slot = index_at(p.slots, token * p.slot_step, p.slots_64);
     const T *x = (const T *)line.x + token * line.token + head * line.head;
-    /* both elements of an interleaved pair are in one vector, unless a vector is one element */
+    /* true if both elements of an interleaved pair are in one vector */
     const bool within = p.interleaved && V > 1;
     const int half = line.half, rotated = (within ? 2 * half : half) / V,
               items = rotated + (line.columns - 2 * half) / V;
 
-    /* 1. the norm */
+    /* 1. the norm: rstd = 1 / sqrt(mean(x^2) + eps) */
     W rstd = 1;
     if (line.weight) {
         W squares = 0;
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
     }
     const int64_t cos_at = position * p.cos_stride, sin_at = position * p.sin_stride;
 
-    /* 3. rotation */
+    /* 3. the rotation and the store */
     for (int i = first; i < items; i += p.lanes) {
         W a[V];
         if (i >= rotated || within) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write_sm90a: rope_kv_write.cuh in bfloat16 and float16 for at most MOST_TOKENS tokens, as
- * in decoding. Its launch overlaps the kernels before and after it (begins_sm90a.cuh). */
+/* rope_kv_write_sm90a: the kernel of rope_kv_write.cuh in bfloat16 and float16 for at most
+ * MOST_TOKENS tokens, as in decoding. Its launch overlaps the kernels before and after it
+ * (begins_sm90a.cuh). rope_kv_write serves the other calls. */
 #include "../../tile/begins_sm90a.cuh"
 #include "rope_kv_write.cuh"
 

@@ -254,7 +254,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         const bool again = any_leaves();
         if (!Tile::KEEPS_SCORES && !again) release(k.empty(step));
         /* This barrier completed its only phase at the start, so the wait never blocks. Its loop
-         * ends a basic block. Without that, ptxas moves the exponentials behind the wait for O. */
+         * ends a basic block. Without that, ptxas moves the exponentials to after the wait for
+         * O. */
         mbarrier_wait(smem_s + S::OVER, 0);
         wgmma_wait_group<0>();
         wgmma_pin(o);

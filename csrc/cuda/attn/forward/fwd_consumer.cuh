@@ -62,7 +62,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     static constexpr bool PACK_LATE = OVERLAP && AHEAD;
     /* Key blocks without a mask run in a loop of their own. */
     static constexpr bool SPLIT = !MODIFIED || OVERLAP;
-    /* The first S of the next tile may be issued right behind the last P V of this tile. */
+    /* The first S of the next tile may be issued directly after the last P V of this tile. */
     static constexpr bool EARLY = OVERLAP && AHEAD && !MODIFIED;
     static constexpr bool BIAS = S::BIAS, DROP = DropOf<Tile>::ON;
     /* True if a warpgroup passes the first key blocks of a tile when its rows see none of their
@@ -183,7 +183,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         turn_begin<Tile>(warpgroup);
         stages().issue_scores(s, q_s, step);
         if (PACK_LATE) {
-            wgmma_pin(w); /* keeps the packing behind the issue of S */
+            wgmma_pin(w); /* keeps the packing after the issue of S */
             softmax.pack(w, p);
         }
         stages().wait_values(step - 1);
@@ -208,7 +208,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
         /* O is complete */
         if (OVERLAP) {
-            end_basic_block(); /* otherwise ptxas moves the exponentials behind the wait for O */
+            end_basic_block(); /* otherwise ptxas moves the exponentials to after the wait for O */
             wgmma_wait_group<0>();
             stages().values_over(o, step - 1);
         }
@@ -262,7 +262,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* The last P V of the tile. If next_s is not 0, it is the address of the next tile's Q. The
-     * next tile's first S is then issued right behind P V, and store() runs while that S does. */
+     * next tile's first S is then issued directly after P V, and store() runs while that S is
+     * multiplied. */
     template <class Store>
     __device__ __forceinline__ void last_values(const FwdTile &t, const At &at, smem_addr next_s,
                                                 const Store &store) {
@@ -318,7 +319,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     /* ---- 4. helpers ---- */
     /* Draws the dropout bits of a key block while its products run. Without the end of a basic
-     * block, ptxas would move the drawing behind the wait for the products. */
+     * block, ptxas would draw after the wait for the products. */
     __device__ __forceinline__ void draw(const FwdTile &t, int block) {
         dropout.draw(x, t, block);
         end_basic_block();

@@ -24,7 +24,7 @@ __device__ __forceinline__ void run_block(const Begin &begin, const Produce &pro
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     const FwdTile *tiles = (const FwdTile *)(smem + Smem<Tile>::TILES);
-    /* the shuffle tells the compiler that the value is uniform over the warp */
+    /* the shuffle shows the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     begin(smem_s);
     griddepcontrol_launch_dependents();

@@ -117,7 +117,7 @@ DistanceTables distance_tables(const gk_flash_attn_args *a) {
 
 /* ---- the lifted biases of keys ---- */
 /* A bias of keys, as 16 additional columns of K (Smem::LIFT). keys: Sk rounded up to whole blocks,
- * and one block more, because a tile's first block may begin anywhere. */
+ * and one block more, because the first block of a tile may begin at any key. */
 struct LiftedKeys {
     gk_tensor from; /* [B or 1, Hq or 1, 1, Sk] */
     uint4 *to;

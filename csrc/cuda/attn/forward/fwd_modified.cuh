@@ -2,9 +2,9 @@
 /* fwd_modified.cuh: the Weights policy of fwd_consumer.cuh for calls with softcap or ALiBi, in
  * place of PlainWeights (fwd_weights.cuh). The arithmetic is in fwd_score.cuh.
  *
- * The exponent of a weight is one multiply-add of the product, so that its computation is hidden
- * behind the next products. In three cases the complete score is computed first: a tile's first key
- * block, a block with a mask, and a block that is redone. */
+ * The exponent of a weight is one multiply-add of the product, so that the next products hide its
+ * latency. In three cases the complete score is computed first: a tile's first key block, a block
+ * with a mask, and a block that is redone. */
 #ifndef GPUKERN_CUDA_FWD_MODIFIED_CUH
 #define GPUKERN_CUDA_FWD_MODIFIED_CUH
 

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_plain.cuh: attention with one warp a row, for every dtype, modifier, alignment and layout.
  * flash_attn_fwd_plain and flash_attn_fwd_partial_plain use it for the calls that the tiled kernels
- * refuse: float64, rows that do not begin at a multiple of 16 bytes, float32 with dropout, a mask
- * or biases, and some head_dims above 256. flash_attn_fwd_plain.cu also uses it to compute single
- * rows again (fwd_mend.cuh).
+ * refuse. flash_attn_fwd_plain.cu lists these calls. It also uses this file to compute single rows
+ * again (fwd_mend.cuh).
  *
  *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)
  *  out = sum e^(s_j - lse) v_j

@@ -98,9 +98,11 @@ template <class Tile> struct InBoxes {
 
 /* The description of a tile of queries, written by the producer. */
 struct __align__(16) FwdTile {
-    /* A consumer reads this part first, in one load. own: for each warpgroup, the number of key
-     * blocks that its rows see. blocks: the number of key blocks of the tile; -1 means that there
-     * are no more tiles. */
+    /* A consumer reads this part first, in one load.
+     *
+     * own: for each warpgroup, the number of key blocks that its rows see.
+     *
+     * blocks: the number of key blocks of the tile; -1 means that there are no more tiles. */
     struct __align__(16) {
         int own[3], blocks;
     } steps;
@@ -119,9 +121,11 @@ struct __align__(16) FwdTile {
     int incomplete;
 };
 
-/* The additional description of a tile with a stored mask. data: the mask of the tile's head. tile:
- * its index among the mask's tiles of queries. partial: one bit for each entry of the tile's list,
- * 1 if the block is partial. */
+/* The additional description of a tile with a stored mask.
+ *
+ * data: the mask of the tile's head. tile: the tile's index among the mask's tiles of queries.
+ *
+ * partial: one bit for each entry of the tile's list, 1 if the block is partial. */
 struct FwdMarks {
     const int32_t *data;
     int tile;

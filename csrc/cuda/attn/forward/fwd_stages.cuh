@@ -100,7 +100,8 @@ template <class T, class Tile> struct WholeStages {
         release(k_ring().empty(at.step + j));
         if (!AHEAD && j == at.end - 1) release_q(smem_s + S::Q_RING + 8 * Tile::Q_BUFFERS);
     }
-    /* The same for the first S of the next tile, which is issued behind this tile's last P V. */
+    /* The same for the first S of the next tile, which is issued directly after this tile's last P
+     * V. */
     __device__ __forceinline__ void wait_next_scores(float (&s)[N * 4], int step) const {
         wgmma_wait_group<0>();
         wgmma_pin(s);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fwd_work.cuh: the work split of the tiled forward kernels. It says which tile of queries a block
- * takes, which part of the keys the tile attends to, and where results go: to the tensors, or as
- * partial results to the workspace, where split_combine merges them. fwd_sm80.cuh and
- * flash_attn_fwd_simt use all of it; the Hopper kernels have an order of tiles of their own
- * (fwd_schedule.cuh). */
+ * takes and which part of the keys the tile attends to. It also says where results go: to the
+ * tensors, or as partial results to the workspace, where split_combine merges them.
+ *
+ * fwd_sm80.cuh and flash_attn_fwd_simt use all of it. The Hopper kernels take tiles in another
+ * order (fwd_schedule.cuh). */
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
