@@ -7,7 +7,7 @@
  * Refuses: K = 0, values whose rows are no multiples of 16 bytes (K no multiple of 32, with 16
  * bits of 16), a 16-bit a that is not K-major with rows of whole 16 bytes, e5m2 (product_plain). */
 #include "cheapest.cuh"
-#include "quant/relay.cuh"
+#include "quant/k_major_copy.cuh"
 #include "sparse_wide.cuh"
 
 namespace {

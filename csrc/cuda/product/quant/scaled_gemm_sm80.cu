@@ -6,7 +6,7 @@
  *   out = activation(sum_k a scale_a b scale_b + beta c + bias)
  *
  * a [M, K] and b [K, N] are read K-major in rows of whole 16 bytes. Other layouts are first copied
- * (relay.cuh).
+ * (k_major_copy.cuh).
  *
  * A block computes a tile of the result, in the order of order.cuh. LARGE tiles multiply the
  * final sums by scales of rows and columns. BLOCKS tiles multiply by scales along k after each
@@ -15,7 +15,7 @@
 #include "../../../core/invariant.h"
 #include "../gemm/order.cuh"
 #include "codes_mma.cuh"
-#include "relay.cuh"
+#include "k_major_copy.cuh"
 #include "store_octets.cuh"
 #include "tiles.h"
 #include "tiles_sm80.h"

@@ -6,7 +6,7 @@
 
 #include "../../host/tensormap.cuh"
 #include "../../layout/wgmma.cuh"
-#include "relay.cuh"
+#include "k_major_copy.cuh"
 #include "scaled_kinds.cuh"
 
 struct ScaledOperands {

@@ -12,15 +12,16 @@
  * The loop is mainloop_sm80.cuh's with half of k in the weight's tile. Meta goes through shared
  * memory in stages of its own, together with the tiles of its step.
  *
- * Workspace: a copy of an int8 a that is not K-major or aligned (relay.cuh). Refuses: K that is
- * no multiple of 32 (16 bits: 16), rows that are not whole 16 bytes, 8-bit floats
- * (product_plain). */
+ * Workspace: a copy of an int8 a that is not K-major or aligned (k_major_copy.cuh).
+ *
+ * Refuses: K that is no multiple of 32 (16-bit types: 16), rows that are not whole 16 bytes, and
+ * 8-bit floats, which product_plain computes. */
 #include "../../../core/invariant.h"
 #include "../gemm/mainloop_sm80.cuh"
 #include "../gemm/order.cuh"
 #include "../../ptx/mma_s8.cuh"
 #include "../../ptx/mma_sparse.cuh"
-#include "relay.cuh"
+#include "k_major_copy.cuh"
 #include "store_octets.cuh"
 #include "tiles.h"
 #include "tiles_sm80.h"

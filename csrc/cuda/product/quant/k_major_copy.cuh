@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* relay.cuh: provides an operand of bytes [rows, k] with any strides as TMA needs it: K-major
- * with rows of whole 16 bytes. It is used in place if it has that layout, else it is copied to
- * the workspace. A block copies 64 x 64 bytes through shared memory, so that both reads and
- * writes are contiguous. */
-#ifndef GPUKERN_CUDA_QUANT_RELAY_CUH
-#define GPUKERN_CUDA_QUANT_RELAY_CUH
+/* k_major_copy.cuh: makes an operand of bytes [rows, k] readable by TMA, which needs a K-major
+ * operand whose rows are whole 16 bytes.
+ *
+ * Callers: scaled_gemm (scaled_operands.cuh, scaled_gemm_sm80.cu) and sparse_gemm. An operand that
+ * has this layout is used in place. Any other is copied into the workspace.
+ *
+ * A block of the copy transposes 64 x 64 bytes through shared memory, so that both its reads and
+ * its writes are contiguous. */
+#ifndef GPUKERN_CUDA_QUANT_K_MAJOR_COPY_CUH
+#define GPUKERN_CUDA_QUANT_K_MAJOR_COPY_CUH
 
 #include "../../host/launch.cuh"
 #include "../../host/tensor_shape.cuh"
 
-/* b [K, N] viewed as rows of n. */
+/* b [K, N] viewed as [N, K]. */
 inline gk_tensor rows_of_n(const gk_tensor &b) {
     gk_tensor x = b;
     x.shape[0] = b.shape[1];
@@ -22,7 +26,7 @@ inline gk_tensor rows_of_n(const gk_tensor &b) {
 struct KMajorCopy {
     bool moves;    /* the operand is copied */
     size_t offset; /* of the copy in the workspace */
-    int64_t ld;    /* bytes from row to row */
+    int64_t ld;    /* bytes from one row to the next */
 };
 
 inline KMajorCopy plan_k_major(const gk_tensor &t, size_t *bytes) {
@@ -37,13 +41,13 @@ inline KMajorCopy plan_k_major(const gk_tensor &t, size_t *bytes) {
     return r;
 }
 
-struct RelayParams {
+struct KMajorCopyParams {
     const uint8_t *from;
     uint8_t *to;
     int64_t rows, k, row_step, k_step, ld;
 };
 
-static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
+static __global__ void __launch_bounds__(256) k_major_copy_kernel(KMajorCopyParams p) {
     __shared__ uint8_t tile[64][65];
     const int64_t row0 = (int64_t)blockIdx.y * 64, k0 = (int64_t)blockIdx.x * 64;
     const bool along_rows = p.row_step == 1; /* rows are contiguous in memory, not k */
@@ -62,24 +66,24 @@ static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
 
 inline gk_status copy_k_major(const char *op, const gk_context *ctx, const KMajorCopy &r,
                               const gk_tensor &t, void *workspace, TensorShape *shape) {
-    constexpr int64_t most = 64 * INT64_C(65535); /* rows of a launch, limited by gridDim.y */
+    constexpr int64_t most = 64 * INT64_C(65535); /* rows of one launch, limited by gridDim.y */
     const int64_t rows = t.shape[0], k = t.shape[1];
     *shape = {t.data, GK_U8, {k, rows, 1, 1, 1}, {1, r.ld, 0, 0, 0}, false};
     if (!r.moves) return GK_OK;
-    RelayParams p = {(const uint8_t *)t.data,
-                     (uint8_t *)workspace + r.offset,
-                     rows,
-                     k,
-                     t.stride[0],
-                     t.stride[1],
-                     r.ld};
+    KMajorCopyParams p = {(const uint8_t *)t.data,
+                          (uint8_t *)workspace + r.offset,
+                          rows,
+                          k,
+                          t.stride[0],
+                          t.stride[1],
+                          r.ld};
     shape->data = p.to;
     gk_status status = GK_OK;
     for (; p.rows > 0 && status == GK_OK;
          p.rows -= most, p.from += most * p.row_step, p.to += most * p.ld) {
         const dim3 grid((unsigned)gk_ceil_div(k, 64),
                         (unsigned)gk_ceil_div(gk_min_i64(p.rows, most), 64));
-        status = launch<relay_kernel>(op, ctx, grid, 256, 0, p);
+        status = launch<k_major_copy_kernel>(op, ctx, grid, 256, 0, p);
     }
     return status;
 }
