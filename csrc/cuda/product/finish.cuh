@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* finish.cuh: from the sums of a product to its result.
+/* finish.cuh: the epilogue of Hopper's scaled_gemm, and the staging panels through which results of
+ * products built on shell.cuh are stored.
  *
  *   out = activation(alpha sum + beta c + bias) / out_scale        in float32, rounded once
  *
- * `finish_values` computes this for every kernel built on shell.cuh. It divides by out_scale
- * with __fdiv_rn, because 8-bit codes must round as the CPU's do. For 16-bit results it uses the
- * fast activations of activation.cuh. Two stores call it: single elements, and a warp's staging
- * panel (Panel), which leaves by TMA. */
+ * `finish_values` computes this. It divides by out_scale with __fdiv_rn, because 8-bit codes must
+ * round as the CPU's do. For 16-bit results it uses the fast activations of activation.cuh.
+ *
+ * `Panel` is a warp's staging buffer for 16-bit results, which TMA stores. If TMA cannot write the
+ * result, kernels store single elements instead (store_value in quant/product.cuh). */
 #ifndef GPUKERN_CUDA_PRODUCT_FINISH_CUH
 #define GPUKERN_CUDA_PRODUCT_FINISH_CUH
 
@@ -23,7 +25,8 @@ __device__ __forceinline__ float float_of_bits(gk_dtype dtype, uint32_t bits) {
                               : to_f32(__ushort_as_half((unsigned short)bits));
 }
 
-/* row(i), col(i): coordinates of value i, always inside the result. */
+/* Applies the epilogue to N sums v. row(i), col(i): coordinates of value i, which must lie inside
+ * the result. */
 template <int N, class Row, class Col>
 __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], const Row &row,
                                               const Col &col) {
@@ -39,7 +42,7 @@ __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], co
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = fmaf(f.beta, float_of_bits(f.c_dtype, bits[i]), v[i]);
     }
-    if (f.bias) { /* a branch, since adding 0 would turn -0 into +0 */
+    if (f.bias) { /* a branch, because adding 0 would turn -0 into +0 */
         float bias[N];
         load_bias(bias, f, col);
 #pragma unroll
@@ -59,8 +62,8 @@ __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], co
 }
 
 /* ---- a warp's panel -------------------------------------------------------------------------- */
-/* A staging buffer of 16 rows x 64 results of 16 bits. WGMMA accumulators are written to it by
- * stmatrix. TMA stores it while the warp goes on. */
+/* A staging buffer of 16 rows x 64 results of 16 bits, swizzled by 128 bytes. stmatrix writes
+ * WGMMA accumulators to it. TMA stores it while the warp goes on. */
 struct Panel {
     typedef smem_tile<16, 128> Tile;
     static constexpr int bytes = Tile::bytes, cols = 64;
@@ -71,14 +74,15 @@ struct Panel {
         if (threadIdx.x % 32 == 0) tma_store_wait_group_read<0>();
         __syncwarp();
     }
-    /* words: an 8 x 8 matrix each, of columns 16 c to 16 c + 15: rows 0-7 and 8-15 of the first
-     * 8 columns, then of the other 8. */
+    /* Writes columns 16 c to 16 c + 15. Each word is a lane's part of an 8 x 8 matrix: rows 0-7 and
+     * 8-15 of the first 8 columns, then rows 0-7 and 8-15 of the other 8. */
     static __device__ __forceinline__ void put(smem_addr panel_s, int c,
                                                const uint32_t (&words)[4]) {
         const int lane = threadIdx.x % 32;
         const unsigned row = Tile::offset(lane % 16, 0);
         stmatrix_x4(panel_s + Tile::chunk(row, 2 * c + lane / 16), words);
     }
+    /* Starts the store of the panel at (row, col) of the result. */
     static __device__ __forceinline__ void send(const CUtensorMap *map, smem_addr panel_s, int col,
                                                 int row) {
         fence_proxy_async();
@@ -88,20 +92,20 @@ struct Panel {
             tma_store_commit_group();
         }
     }
-    /* Before the block exits. */
+    /* Waits until all stores have ended. To be called before the block exits. */
     static __device__ __forceinline__ void end() {
         if (threadIdx.x % 32 == 0) tma_store_wait_group<0>();
     }
 };
 
-/* True if TMA can write the result: 16-bit elements, rows that begin and end at multiples of 16
- * bytes. */
+/* True if TMA can write the result: 16-bit elements, and rows that begin and end at multiples of
+ * 16 bytes. */
 inline bool panels_fit(const Finish &f, int64_t n) {
     return (f.out_dtype == GK_BF16 || f.out_dtype == GK_F16) && n % 8 == 0 && f.out_row % 8 == 0 &&
            (uintptr_t)f.out % 16 == 0;
 }
 
-/* The tensor map that TMA writes the result through. */
+/* Makes the tensor map through which TMA writes the result. */
 inline gk_status make_panel_map(const char *op, const Finish &f, int64_t m, int64_t n,
                                 CUtensorMap *map) {
     const TensorShape out = {f.out, f.out_dtype, {n, m, 1, 1, 1}, {1, f.out_row, 0, 0, 0}, false};

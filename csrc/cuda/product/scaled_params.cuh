@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_params.cuh: shared by the two policies of scaled_gemm (scaled_wide.cuh,
- * scaled_swapped.cuh): the ways of summing over k, and scales along k as TMA reads them. */
+/* scaled_params.cuh: what the two policies of scaled_gemm on Hopper (scaled_wide.cuh,
+ * scaled_swapped.cuh) share: the ways of summing over k, scales along k as TMA reads them, and
+ * tests for the fast instances. sparse_wide.cuh uses the ways of summing, too. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_PARAMS_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_PARAMS_CUH
 
@@ -10,25 +11,28 @@
 
 /* How a policy sums over k. */
 enum Sums {
-    ALL,   /* one sum */
-    PARTS, /* sums of 128 of k, which are added in float32 */
-    BLOCKS /* sums of a block of k, each multiplied by its scales */
+    ALL,   /* one sum over all of k */
+    PARTS, /* separate sums of 128 of k, which are added in float32 */
+    BLOCKS /* separate sums of a block of k, each multiplied by its scales and added in float32 */
 };
 
-/* Scales along k in shared memory: one buffer for each group of four steps of k. */
+/* Scales along k in shared memory. One buffer holds those of a group of BLOCK_STEPS steps of k. */
 enum {
     BLOCK_STEPS = 4,
-    BLOCK_SB_BYTES = 128 /* 4 steps of b's scales, with 3 neighbours if columns are dense */
+    /* Room for 4 steps of b's scales. If stride 1 is along columns, TMA copies the scales of 4
+     * neighbouring blocks of columns. */
+    BLOCK_SB_BYTES = 128
 };
 
-/* A part's element as float32. int8 is exact up to 2^22; a sum of 128 products reaches 2^21. The
- * value is added to the bits of 1.5 2^23, and 1.5 2^23 is subtracted. That is faster than a
- * conversion. */
+/* Converts an element of a part to float32. An integer is added to the bits of the float 1.5 2^23,
+ * and 1.5 2^23 is subtracted from that float. This is faster than a conversion and exact below
+ * 2^22. A sum of 128 int8 products has at most 2^21. */
 __device__ __forceinline__ float part_value(float x) { return x; }
 __device__ __forceinline__ float part_value(int32_t x) {
     return __uint_as_float((uint32_t)x + 0x4b400000u) - 12582912.f;
 }
 
+/* The type of the sum over all of k, if WGMMA's accumulators have type D. */
 template <Sums SUMS, class D> struct SumOf {
     typedef float type;
 };
@@ -36,7 +40,8 @@ template <class D> struct SumOf<ALL, D> {
     typedef D type;
 };
 
-/* Scales along k as TMA reads them: rows x steps, one of which has stride 1. */
+/* Scales along k as a tensor for TMA: rows x steps of k. One of the two dimensions must have
+ * stride 1; k_inner says that it is k. */
 struct BlockScales {
     bool fit, k_inner;
     TensorShape shape;
@@ -54,8 +59,8 @@ inline BlockScales block_scales_of(const void *data, int64_t rows, int64_t steps
     return x;
 }
 
-/* The scales along k of both operands, if TMA can read them: float32, one for each row of a and
- * for each 128 columns of b. */
+/* The scales along k of both operands, if TMA can read them (fit). They must be float32, with one
+ * scale for each row of a and one for each 128 columns of b. */
 struct BlockScalesOfBoth {
     bool fit;
     BlockScales a, b;
@@ -77,14 +82,14 @@ inline BlockScalesOfBoth block_scales_of_both(const gk_scaled_gemm_args *g) {
     return x;
 }
 
-/* The box of 4 steps and `rows` rows of such scales in shared memory, not swizzled. */
+/* The TMA box of such scales: 4 steps of k and `rows` rows, not swizzled in shared memory. */
 inline smem_box block_scales_box(const BlockScales &x, int rows) {
     const int inner = x.k_inner ? BLOCK_STEPS : rows, outer = x.k_inner ? rows : BLOCK_STEPS;
     return {{3, {inner, outer, 1}, {1, inner, inner * outer}}, 4, 0};
 }
 
-/* Bytes of a copy of b's scales: of one block of columns, or of 4 neighbours if columns are
- * dense. */
+/* Bytes of a copy of b's scales for 4 steps of k. It has one block of columns if k has stride 1,
+ * else 4 neighbouring blocks. */
 inline int block_sb_bytes(const BlockScales &x) {
     return x.k_inner ? 4 * BLOCK_STEPS : 16 * BLOCK_STEPS;
 }
@@ -100,9 +105,9 @@ inline bool plain_form(const gk_scaled_gemm_args *g, const Finish &f) {
            g->scale_b.dtype == GK_F32 && f.out_dtype == GK_BF16 && only_rounds(f);
 }
 
-/* Makes a map with boxes of `rows` rows, and one for the remaining rows at the end. TMA fills
- * rows outside a tensor at a third of its speed (192 x 4096 x 4096 took 15.0 us, 256 x 4096 x
- * 4096 9.6). */
+/* Makes a tensor map with boxes of `rows` rows, and one with a box of the remaining rows at the
+ * end. One map for both would be slow, because TMA fills rows outside a tensor at a third of its
+ * normal speed (measured: 192 x 4096 x 4096 took 15.0 us, but 256 x 4096 x 4096 took 9.6 us). */
 inline gk_status make_row_maps(const char *op, const TensorShape &x, int elem_bytes, int rows,
                                CUtensorMap *inside, CUtensorMap *last) {
     const int rest = (int)(x.size[1] % rows);

@@ -1,26 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_swapped.cuh: the policy of scaled_gemm for small M (rows of a, called tokens), which is
- * bound by reading b (the weights).
+/* scaled_swapped.cuh: scaled_gemm for small M on Hopper. Its time is bound by reading b (the
+ * weights). Rows of a are called tokens.
  *
  *   out^T = activation(sum over blocks of k of scale_b (B^T A^T) scale_a + beta c^T + bias)
  *           / out_scale
  *
- * It computes the transposed product (swap-AB): 64 columns of b fill WGMMA's rows for each of
- * WGS warpgroups, and NT tokens its columns. The two blocks of a cluster take half of k each and
- * add their sums through mailboxes (mailbox.cuh). Ways of summing (Sums, scaled_params.cuh):
- *   ALL      one sum over all of k
- *   PARTS    sums of 128 of k in fresh registers, which are then added
- *   BLOCKS   sums of BLOCK of k, 128 or 32, in fresh registers, each multiplied by a scale of
- *            the token and one of the column of b
- * ANY false: float32 scales and a bfloat16 result with no other epilogue. BLOCKS then reads
- * scales along k by TMA (block_scales_of). ANY true: every other form. BLOCKS then has three
- * helper warps, which alternate in reading the scales of a stage, of any dtype and strides.
+ * This file is a policy of shell.cuh, which runs the persistent loop. scaled_swapped_plan.cuh plans
+ * and launches it. scaled_gemm_swapab_sm90a.cu and scaled_gemm_mx_sm90a.cu have the instances.
+ *
+ * It computes the transposed product (swap-AB). The rows of WGMMA's tile are 64 columns of b for
+ * each of WGS warpgroups, and its columns are NT tokens. The two blocks of a cluster take half of k
+ * each and exchange half of their sums through mailboxes (mailbox.cuh).
+ *
+ * A template parameter selects how a tile sums over k (Sums, scaled_params.cuh):
+ *   ALL      One sum over all of k.
+ *   PARTS    Sums of 128 of k in fresh accumulators, which are then added in float32.
+ *   BLOCKS   Sums of BLOCK of k, 128 or 32, in fresh accumulators. Each is multiplied by a scale of
+ *            the token and a scale of the column of b, then added.
+ *
+ * ANY false: float32 scales and a bfloat16 result with no other epilogue. TMA then reads the scales
+ * of BLOCKS (block_scales_of). ANY true: every other form. BLOCKS then has three helper warps,
+ * which read scales of any dtype and strides. They take the stages in rotation.
  *
  * A sum is multiplied by one scale and then by the other. So a sum of 0 gives 0 even if the
  * product of both scales overflows.
  *
- * Shared memory: stages of KS times b [64 WGS][128], then KS times a [NT][128] | scales along k
- * of each stage | a mailbox for each warpgroup | barriers. */
+ * Shared memory: stages, each KS tiles b [64 WGS][128] and then KS tiles a [NT][128] | scales along
+ * k of each stage | a mailbox for each warpgroup | barriers. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_CUH
 
@@ -34,14 +40,15 @@
 
 struct SwappedParams {
     TileScheduler scheduler;
-    CUtensorMap weights, tokens; /* [rows][k] bytes, boxes of 64 WGS and of `box` rows x 128 */
-    /* BLOCKS, not ANY: scales, boxes of 4 steps x NT tokens and x 1 block of columns. */
+    CUtensorMap weights, tokens; /* [rows][k] bytes, boxes of 64 WGS and of min(NT, m) rows x 128 */
+    /* BLOCKS, not ANY: the scales. Boxes of 4 steps x NT tokens, and of 4 steps x 1 block of
+     * columns. */
     CUtensorMap block_a, block_b;
     gk_scales sa, sb;
     Finish f;
     int m, n, k;
-    int stage_bytes;           /* bytes of a stage's copies; the box of tokens ends at m */
-    bool once;                 /* one tile of tokens: the weights are read once */
+    int stage_bytes;           /* bytes that the copies of a stage bring */
+    bool once;                 /* there is one tile of tokens, so the weights are read once */
     bool k_inner_a, k_inner_b; /* BLOCKS, not ANY: the 4 steps of a row are contiguous */
     /* BLOCK 32: the eight scales of a row in a stage are eight aligned bytes. */
     bool eights_a, eights_b;
@@ -77,12 +84,12 @@ struct ScaledSwapped : OneResult {
     /* With scales along k, every warp reads scales of a stage, so every warp releases it. */
     static constexpr int RELEASERS = ALONG_K ? 32 : 128, EMPTY_ARRIVALS = 128 * WGS / RELEASERS;
 
-    static constexpr int PARTS = BK / BLOCK; /* of a stage */
-    /* Parts whose products are issued together. */
+    static constexpr int PARTS = BK / BLOCK; /* parts of a stage that are summed separately */
+    /* Number of parts whose products are issued together. */
     static constexpr int AT_ONCE = PARTS <= 4 ? PARTS : NT < 64 ? 4 : 2;
     static constexpr int TOKENS_AT = KS * Weights::bytes,
                          STAGE_BYTES = TOKENS_AT + KS * Tokens::bytes;
-    static constexpr int ENTRIES = NT + BW; /* scales of a part: of tokens, then of weights */
+    static constexpr int ENTRIES = NT + BW; /* scales of a part: the tokens', then the weights' */
     static constexpr int BUFFER_BYTES = !ALONG_K ? 0
                                         : ANY    ? PARTS * ENTRIES * 4
                                                  : NT * 4 * BLOCK_STEPS + BLOCK_SB_BYTES;
@@ -99,8 +106,8 @@ struct ScaledSwapped : OneResult {
         for (int i = 0; i < WGS; ++i) Mail::begin(base_s + Block::MORE_BARRIERS_AT + 16 * i);
     }
 
-    /* The weights of the first stages. In decoding, the kernel in front is a norm or an activation
-     * that leaves most SMs idle. */
+    /* Prefetches the weights of the first stages into L2 while the previous kernel runs. In
+     * decoding that kernel is a norm or an activation, which leaves most SMs idle. */
     static __device__ __forceinline__ void before_previous_ends(const Block &shell) {
         if (shell.first() >= shell.p.scheduler.tiles) return;
         const int row = OneResult::tile(shell, shell.first()).col * BW;
@@ -114,7 +121,7 @@ struct ScaledSwapped : OneResult {
     /* ---- 1. copies --------------------------------------------------------------------------- */
     struct Source {
         int token, row;
-        uint64_t weights_by, tokens_by; /* L2 policies; every tile reads the tokens */
+        uint64_t weights_by, tokens_by; /* L2 policies. Tokens stay in L2: every tile reads them. */
 
         __device__ __forceinline__ Source(const Params &p, const Block &, TilePlace tile)
             : token(tile.row * NT), row(tile.col * BW),
@@ -142,9 +149,9 @@ struct ScaledSwapped : OneResult {
         }
     };
 
-    /* Reads a lane's scales of R rows, from `first` to `last`, for the parts of a stage. The
-     * lane takes entries lane + 32 i of [part][row], or with `eights` the eight bytes of rows
-     * lane + 32 i. at(row, k): offset of a scale. */
+    /* Loads this lane's scales of the rows `first` to `first` + R - 1 (below `last`) for all parts
+     * of a stage. The lane takes entries lane + 32 i of the array [part][row]. With `eights`, it
+     * takes the eight bytes of rows lane + 32 i instead. at(row, k): offset of a scale. */
     template <int R, class At>
     static __device__ __forceinline__ void read_scales(uint32_t (&bits)[PARTS * R / 32],
                                                        const gk_scales &s, bool eights, int first,
@@ -169,6 +176,7 @@ struct ScaledSwapped : OneResult {
             return e < PARTS * R && row < last && to < k ? at(row, to) : INT64_C(-1);
         });
     }
+    /* Writes these scales to shared memory as float32, [part][row]. */
     template <int R>
     static __device__ __forceinline__ void write_scales(const uint32_t (&bits)[PARTS * R / 32],
                                                         const gk_scales &s, bool eights,
@@ -194,11 +202,12 @@ struct ScaledSwapped : OneResult {
         }
     }
 
-    /* The helper warps (ANY, scales along k). Each writes [part][tokens, weights] of every third
-     * stage. Scales outside a and b are read as zero bits, which is not NaN; their codes are 0. */
+    /* The loop of the three helper warps (ANY, scales along k). Each writes the scales of every
+     * third stage, [part][tokens, weights]. Scales outside a and b are read as zero bits. Codes
+     * outside a and b are 0, and a scale of zero bits is no NaN, so their products are 0. */
     static __device__ __forceinline__ void help(Block &shell) {
         const Params &p = shell.p;
-        int turn = shell.warp - Block::CONSUMER_WARPS; /* stages until this warp's */
+        int turn = shell.warp - Block::CONSUMER_WARPS; /* stages until this warp's next one */
         for (unsigned t = shell.first(); t < p.scheduler.tiles; t += shell.stride()) {
             const TilePlace tile = OneResult::tile(shell, t);
             const int token0 = tile.row * NT, row0 = tile.col * BW;
@@ -249,7 +258,8 @@ struct ScaledSwapped : OneResult {
         }
 
         /* ---- 2. products --------------------------------------------------------------------- */
-        /* Waits until at most `later` of the committed groups are in flight. */
+        /* Waits until at most `later` of the committed WGMMA groups are in flight. `later` is at
+         * most MOST. */
         template <int MOST> static __device__ __forceinline__ void wait_until(int later) {
             if constexpr (MOST > 0) {
                 if (later < MOST) return wait_until<MOST - 1>(later);
@@ -257,8 +267,8 @@ struct ScaledSwapped : OneResult {
             wgmma_wait_group<MOST>();
         }
 
-        /* ALONG_K: sum += part scale_a scale_b. part: index in the stage. block: the tile's
-         * block of 128 columns of b. */
+        /* ALONG_K: sum += x scale_a scale_b. part: index of x in the stage. block: index of the
+         * tile's block of 128 columns of b. */
         static __device__ __forceinline__ void join_scaled(const Block &shell, int part, int block,
                                                            const D (&x)[NT / 2],
                                                            Sum (&sum)[NT / 2]) {
@@ -290,7 +300,8 @@ struct ScaledSwapped : OneResult {
             }
         }
 
-        /* Scales along k are read by loads. */
+        /* Releases the ring's current stage. Scales along k have been read by ordinary loads,
+         * which must be ordered before the release (release_reads). */
         __device__ __forceinline__ void release(Block &shell) {
             if constexpr (ALONG_K)
                 release_reads(shell.ring.empty(), releases);
@@ -301,7 +312,8 @@ struct ScaledSwapped : OneResult {
         __device__ __forceinline__ void take(Block &shell, TilePlace tile, int) {
             const Params &p = shell.p;
             const int warpgroup = shell.warp / 4, lane = threadIdx.x % 32;
-            /* The column of b that this thread finishes, and the tile's first token. */
+            /* col: the column of b whose results this thread finishes. token0: the tile's first
+             * token. */
             const int col = tile.col * BW + shell.warp * 16 + (int)shell.rank * 8 + lane / 4,
                       token0 = tile.row * NT;
             float sb = 1;

@@ -1,5 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_swapped_plan.cuh: plan and launch of scaled_gemm's swap-AB instances. */
+/* scaled_swapped_plan.cuh: plan and launch of scaled_gemm's swap-AB instances
+ * (scaled_swapped.cuh). scaled_gemm_swapab_sm90a.cu and scaled_gemm_mx_sm90a.cu use it.
+ *
+ * Workspace: a copy of each operand that is not K-major in rows of whole 16 bytes.
+ *
+ * swapped_plan refuses empty products, sizes over 2^30, more rows of a than a tile of fewer than 32
+ * tokens holds, and scales that the instance's way of summing does not apply. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_PLAN_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_PLAN_CUH
 
@@ -11,7 +17,7 @@ enum {
     KEY_ANY,
     KEY_BLOCK,
     KEY_KS,
-    SWAPPED_GROUP = 8 /* tiles of tokens scheduled together, which read the same weights from L2 */
+    SWAPPED_GROUP = 8 /* tiles of tokens scheduled together, to read the same weights from L2 */
 };
 
 struct SwappedPlan {
@@ -34,7 +40,7 @@ inline bool swapped_plan(const gk_cuda_instance *instance, const gk_context *, c
     const bool any = instance->key[KEY_ANY];
     const Sums sums = (Sums)instance->key[KEY_SUMS];
     if ((sums == BLOCKS) != (block > 0)) return false;
-    /* Instances with PARTS also serve fast calls. */
+    /* ALL serves int8 and fast calls only. PARTS also serves fast calls. */
     if (sums == ALL && g->a.dtype != GK_I8 && g->accumulate != GK_FAST) return false;
     if (!any && (!plain_form(g, finish_of(g)) || (block > 0 && !block_scales_of_both(g).fit)))
         return false;
@@ -50,7 +56,8 @@ inline bool swapped_plan(const gk_cuda_instance *instance, const gk_context *, c
     return gk_grid_fits(plan->tasks);
 }
 
-/* True if a row's scales for 256 of k are 8 aligned bytes, as quantize writes MXFP8 scales. */
+/* True if a row's scales for 256 of k are 8 aligned bytes. quantize writes MXFP8 scales in this
+ * way. */
 inline bool eight_bytes(const gk_scales &s, int k_log2, int64_t along_k, int64_t along_rows,
                         int64_t k) {
     return s.dtype == GK_E8M0 && k_log2 == 5 && along_k == 1 && along_rows % 8 == 0 &&

@@ -1,28 +1,34 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_wide.cuh: the policy of scaled_gemm's wide tiles: WGMMA with 8-bit operands, and sums
- * in two levels.
+/* scaled_wide.cuh: scaled_gemm for large M on Hopper: WGMMA with 8-bit operands, and sums in two
+ * levels.
  *
  *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias) / out_scale
  *
- * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. a [M, K] and b [K, N] are both K-major in
- * memory (scaled_operands.cuh). A block takes tiles of 128 MS x BN. Two warpgroups multiply 64
- * MS rows each. A stage holds 128 of k. Ways of summing:
- *   ALL      one sum over all of k: int8, whose sums are exact, and the fast mode of 8-bit floats
- *   PARTS    sums of 128 of k in fresh registers, which are then added in float32, because the
- *            instruction's own sums of 8-bit floats keep 13 bits
- *   BLOCKS   the same, also for int8, with each part multiplied by a scale of its row and one
- *            of the tile's columns
+ * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. This file is a policy of shell.cuh, which runs
+ * the persistent loop. scaled_gemm_sm90a.cu has the instances and the plan.
  *
- * Scales that do not change along k are read before a tile's products and applied in its
- * epilogue: FFMA beside WGMMA costs more than FADD. A sum is multiplied by one scale and then by
- * the other, so a sum of 0 gives 0 even if the product of both scales overflows.
+ * a [M, K] and b [K, N] are both K-major in memory (scaled_operands.cuh). A block takes tiles of
+ * 128 MS x BN. Each of two consumer warpgroups multiplies 64 MS rows. A stage holds 128 of k.
  *
- * ANY false: float32 scales, a bfloat16 result, no other epilogue, and scales along k that TMA
- * can read (block_scales_of_both). ANY true: every other form; helper warps then read the scales
+ * A template parameter selects how a tile sums over k:
+ *   ALL      One sum over all of k, for int8, whose sums are exact, and for the fast mode of 8-bit
+ *            floats.
+ *   PARTS    Sums of 128 of k in fresh accumulators, which are then added in float32. WGMMA's own
+ *            sums of 8-bit floats keep only 13 bits.
+ *   BLOCKS   As PARTS, also for int8. Each sum of 128 of k is multiplied by a scale of its row and
+ *            a scale of the tile's columns.
+ *
+ * Scales that are constant along k are read before a tile's products and applied in its epilogue.
+ * Applying them in the loop would replace its FADD by FFMA, which costs more beside WGMMA. A sum is
+ * multiplied by one scale and then by the other. So a sum of 0 gives 0 even if the product of both
+ * scales overflows.
+ *
+ * ANY false: float32 scales, a bfloat16 result with no other epilogue, and scales along k that TMA
+ * can read (block_scales_of_both). ANY true: every other form. Helper warps then read the scales
  * along k.
  *
- * Shared memory: stages of a [BM][128] and b [BN][128] | panels, one a warp | scales along k |
- * scales of the tile's columns, one set a warpgroup | barriers. */
+ * Shared memory: stages of a [BM][128] and b [BN][128] | panels, one for each warp | scales along
+ * k | scales of the tile's columns, one set for each warpgroup | barriers. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_WIDE_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_WIDE_CUH
 
@@ -38,20 +44,22 @@ struct ScaledParams {
     TileScheduler scheduler;
     CUtensorMap a, b;         /* [rows][k] bytes, boxes of BM and BN rows x 128 */
     CUtensorMap a_end, b_end; /* boxes for the rows of the last tile, if these are fewer */
-    CUtensorMap out;          /* if panels: boxes of a Panel */
-    /* BLOCKS, not ANY: scales, boxes of 4 steps x BM rows and x 1 block of columns. */
+    CUtensorMap out;          /* if `panels`: the result, in boxes of a Panel */
+    /* BLOCKS, not ANY: the scales. Boxes of 4 steps x BM rows, and of 4 steps x 1 block of
+     * columns. */
     CUtensorMap block_a, block_b;
     gk_scales sa, sb;
     Finish f;
     int m, n;
     bool panels; /* results are stored by TMA; always if not ANY */
-    bool pairs;  /* ANY: float32 results, of which two neighbours are 8 aligned bytes */
+    bool pairs;  /* ANY: results are float32, and two neighbours are 8 aligned bytes */
     bool k_inner_a, k_inner_b; /* BLOCKS, not ANY: the 4 steps of a row are contiguous */
     int sb_bytes;              /* BLOCKS, not ANY: bytes of a copy of b's scales */
-    int64_t step_a, step_b;    /* BLOCKS, ANY: from a block of k to the next */
-    bool fours;                /* BLOCKS, ANY: 4 scales of a row can be read as 16 bytes */
-    /* BLOCKS: two factors always. Whether they can be joined depends on the scales of other rows,
-     * which a batch-invariant call must not look at. */
+    int64_t step_a, step_b; /* BLOCKS, ANY: stride of the scales from one block of k to the next */
+    bool fours;             /* BLOCKS, ANY: 4 scales of a row can be read as 16 bytes */
+    /* BLOCKS, set in batch-invariant calls: always apply both scales one after the other. Whether
+     * they may be multiplied into one factor depends on the scales of other rows, which must not
+     * change a row's bits. */
     bool apart;
 };
 
@@ -63,7 +71,7 @@ struct ScaledWide : OneResult {
     typedef typename SumOf<SUMS_, D_>::type Sum;
     static constexpr Sums SUMS = SUMS_;
     static constexpr bool ANY = ANY_, ALONG_K = SUMS == BLOCKS;
-    /* N: a thread's sums for 64 rows. */
+    /* N: accumulators of a thread for 64 rows. */
     static constexpr int MS = MS_, BM = 128 * MS, BN = BN_, BK = 128, N = BN / 2;
     typedef ScaledParams Params;
     typedef Shell<ScaledWide> Block;
@@ -81,13 +89,15 @@ struct ScaledWide : OneResult {
     static constexpr int STAGES = SCALED_RING / STAGE_BYTES;
     static constexpr int PANELS_AT = STAGES * STAGE_BYTES;
     static constexpr int BLOCKS_AT = PANELS_AT + 8 * Panel::bytes;
-    /* No buffer is overwritten while it is read. Before a copy into a buffer, the stage STAGES
-     * steps earlier has been released. The BUFFERS - 1 groups since the buffer's last use have
-     * at least 2 (BUFFERS - 1) steps if K > 128. */
+    /* ALONG_K, not ANY: a buffer holds the scales of a group of BLOCK_STEPS steps. There are enough
+     * buffers that none is overwritten while it is read. The producer fills a buffer only after
+     * the stage of STAGES steps earlier has been released. The BUFFERS - 1 groups since the
+     * buffer's last use have at least 2 (BUFFERS - 1) steps if K > 128. */
     static constexpr int BUFFERS = STAGES / 2 + 1,
                          BUFFER_BYTES = BM * 4 * BLOCK_STEPS + BLOCK_SB_BYTES;
     static_assert(2 * (BUFFERS - 1) >= STAGES - 1, "no buffer is overwritten while it is read");
-    /* ALONG_K, ANY: a stage's factors of the tile's rows, then the factor of all of them. */
+    /* ALONG_K, ANY: bytes of a stage's factors: one for each row of the tile, then one that applies
+     * to all rows. */
     static constexpr int ROWS_BYTES = BM * 4 + 16;
     static constexpr int BLOCK_BYTES = !ALONG_K ? 0
                                        : ANY    ? STAGES * ROWS_BYTES
@@ -138,14 +148,15 @@ struct ScaledWide : OneResult {
         }
     };
 
-    /* The helper warps (ANY, scales along k): three warps alternate. Each reads the scales of a
-     * few steps, of any strides, and writes the factors of the rows' sums to shared memory. */
+    /* The loop of the three helper warps (ANY, scales along k). They take groups of FEW steps in
+     * rotation. A warp loads the scales of its steps, which may have any strides, and writes the
+     * factors of the rows' sums to shared memory. */
     static __device__ __forceinline__ void help(Block &shell) {
-        constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of one turn */
+        constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of a group */
         static_assert(FEW == 2 || FEW == 4, "one load reads a row's");
         const Params &p = shell.p;
         const int lane = threadIdx.x % 32, steps = p.scheduler.steps;
-        int turn = shell.warp - Block::CONSUMER_WARPS; /* turns until this warp's own */
+        int turn = shell.warp - Block::CONSUMER_WARPS; /* groups until this warp's next one */
         for (unsigned t = shell.first(); t < p.scheduler.tiles; t += shell.stride()) {
             const TilePlace tile = OneResult::tile(shell, t);
             const float *const from_b =
@@ -157,8 +168,9 @@ struct ScaledWide : OneResult {
             for (int first = 0; first < steps; first += FEW) {
                 const int count = min(FEW, steps - first);
                 if (--turn > 0) {
-                    /* Wait here, too. Otherwise a warp could get two rounds of the ring ahead,
-                     * where parities repeat. */
+                    /* Wait for the steps of other warps, too. Otherwise this warp's ring state
+                     * could get two rounds ahead of the ring, where barrier parities repeat, and
+                     * its next wait would end too early. */
                     for (int s = 0; s < count; ++s) {
                         shell.ring.wait_empty();
                         shell.ring.advance();
@@ -202,7 +214,8 @@ struct ScaledWide : OneResult {
 #pragma unroll
                     for (int i = 0; i < EACH; ++i) by[i] = a[i][s];
                     const float second = join_scales(by, b[s]);
-                    /* One factor serves all rows of the tile. */
+                    /* The second factor is stored once for all rows of the tile. If one lane needs
+                     * it, all lanes of the warp must use it. */
                     const bool far = __any_sync(~0u, second != 1) || shell.p.apart;
 #pragma unroll
                     for (int i = 0; i < EACH; ++i)
@@ -217,7 +230,7 @@ struct ScaledWide : OneResult {
     }
 
     /* ---- 2. products ------------------------------------------------------------------------- */
-    /* Multiplies 64 M rows by BN columns of one stage, 128 of k, into d. */
+    /* d (+)= 64 M rows x BN columns over the 128 of k of one stage. fresh: overwrite d. */
     template <int M>
     static __device__ __forceinline__ void multiply(D (&d)[M][N], uint64_t a, uint64_t b,
                                                     bool fresh) {
@@ -231,7 +244,8 @@ struct ScaledWide : OneResult {
     }
 
     struct Consumer {
-        /* Kept in a register: otherwise threadIdx.x would be read and compared in every step. */
+        /* 1 if this thread releases stages. It is computed once and made opaque. Otherwise the
+         * compiler would read and compare threadIdx.x in every step. */
         uint32_t releases;
         unsigned buffer; /* index of the buffer of scales along k */
         /* ALONG_K: address of the scale of the thread's first row in buffer or stage 0. */
@@ -247,8 +261,9 @@ struct ScaledWide : OneResult {
             opaque(my_a);
         }
 
-        /* ALONG_K: the two factors of the sums of the thread's rows, for the ring's current stage:
-         * by[2 m + h], and the result, which is nearly always 1 (join_scales). */
+        /* ALONG_K: reads the two factors of the thread's sums for the ring's current stage.
+         * by[2 m + h] is the factor of row 64 m + 8 h. The returned factor applies to all rows. It
+         * is nearly always 1 (join_scales). */
         __device__ __forceinline__ float read_scales(const Block &shell, int step, smem_addr b_at,
                                                      float (&by)[2 * MS]) {
             if constexpr (ANY) {
@@ -309,7 +324,7 @@ struct ScaledWide : OneResult {
                         if (ALONG_K && m == 0) second = read_scales(shell, step, b_at, by);
                         const smem_addr empty_s = ring.empty();
                         wgmma_wait_group<0>();
-                        if (m == MS - 1) { /* release at once: the producer waits for this */
+                        if (m == MS - 1) { /* release before the additions: the producer waits */
                             if (ALONG_K) __syncwarp();
                             if (releases) mbarrier_arrive(empty_s);
                         }
@@ -381,8 +396,8 @@ struct ScaledWide : OneResult {
             }
         }
 
-        /* Multiplies columns of a warp's 16 rows by their scales. Value i lies in row lane / 4 +
-         * 8 (i / 2 % 2) and column 8 (i / 4) + 2 (lane % 4) + i % 2. */
+        /* Multiplies values of a warp's 16 rows by the scales of their row and column. Value i
+         * belongs to row lane / 4 + 8 (i / 2 % 2) and column 8 (i / 4) + 2 (lane % 4) + i % 2. */
         template <int COUNT>
         static __device__ __forceinline__ void
         scale_columns(float (&v)[COUNT], const float (&sa)[2], smem_addr pairs_s) {
@@ -396,7 +411,7 @@ struct ScaledWide : OneResult {
             }
         }
 
-        /* Stores 64 rows of a warpgroup. */
+        /* Stores 64 rows of a warpgroup as bfloat16, through the warp's panel and TMA. */
         static __device__ __forceinline__ void store(const Params &p, const Sum (&sum)[N],
                                                      const float (&sa)[2], smem_addr pair_s,
                                                      smem_addr panel_s, int row, int col) {
@@ -418,8 +433,9 @@ struct ScaledWide : OneResult {
             }
         }
 
-        /* The same for every form of result, 32 columns at a time. The loop is not unrolled: it
-         * shifts the sums down. */
+        /* Stores 64 rows of a warpgroup with any epilogue, 32 columns at a time. The loop is not
+         * unrolled, so that its code exists once: each pass takes the first 16 sums and shifts the
+         * others down. */
         static __device__ __forceinline__ void store_any(const Params &p, Sum (&sum)[N],
                                                          const float (&sa)[2], smem_addr pair_s,
                                                          smem_addr panel_s, int row, int col) {

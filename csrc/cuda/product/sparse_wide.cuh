@@ -1,26 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_wide.cuh: the policy of sparse_gemm: sparse WGMMA, which skips the zeros of a 2:4
- * weight. Mishra et al. 2021, arXiv:2104.08378.
+/* sparse_wide.cuh: sparse_gemm on Hopper by sparse WGMMA, which skips the zeros of a 2:4 weight.
+ * Mishra et al. 2021, arXiv:2104.08378.
  *
  *   out^T [N, M] = activation(scale_b scale_a (W A^T) + bias)
  *
- * a [M, K] is K-major; values [N, K / 2] and meta [N, K / 8] come from sparse_pack. Only WGMMA's
- * first operand may be sparse. So the product is transposed: the weight's rows are WGMMA's rows,
- * and the rows of a (tokens) its columns.
+ * This file is a policy of shell.cuh, which runs the persistent loop. sparse_gemm_sm90a.cu has the
+ * instances and the plan.
  *
- * A tile has BT tokens and, for each block of its cluster, BW = 64 MS CONSUMERS weights. A
- * cluster of two shares the tokens: each block loads half of them for both. A stage is 128 bytes
- * of a's k: tokens [BT][128], values [BW][64], meta [BW][16]. With 16-bit elements the 16 bytes
- * of meta serve two stages, and both load them.
+ * a [M, K] is K-major; its rows are called tokens. values [N, K / 2] and meta [N, K / 8] come from
+ * sparse_pack. Only WGMMA's first operand may be sparse. So the product is transposed: the rows of
+ * WGMMA's tile are rows of the weight, and its columns are tokens.
  *
- * ALL and PARTS are ways of summing (scaled_params.cuh). A part has two stages here, 256 of k,
- * which are 128 products.
+ * A tile has BT tokens and, for each block of its cluster, BW = 64 MS CONSUMERS weight rows. The
+ * two blocks of a cluster share the tokens: each block loads half of them for both, by multicast. A
+ * stage is 128 bytes of a's k: tokens [BT][128], values [BW][64], meta [BW][16]. With 16-bit
+ * elements the 16 bytes of meta cover the k of two stages, and both stages load them.
  *
- * A warp owns 16 weights of each 64. 16-bit results in rows of whole 16-byte chunks are
- * transposed by stmatrix, 64 tokens at a time, and leave by TMA. Others are stored one by one.
+ * ALL and PARTS are ways of summing over k (scaled_params.cuh). A part is the 256 of k of two
+ * stages here, because they are 128 products.
  *
- * Shared memory: stages | panels, one a warp | scales of the tile's tokens, one set a warpgroup
- * | barriers. */
+ * A warp owns 16 of every 64 weight rows. 16-bit results in rows of whole 16-byte chunks are
+ * transposed by stmatrix, 64 tokens at a time, and stored by TMA. Other results are stored one by
+ * one.
+ *
+ * Shared memory: stages | panels, one for each warp | scales of the tile's tokens, one set for each
+ * warpgroup | barriers. */
 #ifndef GPUKERN_CUDA_PRODUCT_SPARSE_WIDE_CUH
 #define GPUKERN_CUDA_PRODUCT_SPARSE_WIDE_CUH
 
@@ -33,13 +37,13 @@
 
 struct SparseParams {
     TileScheduler scheduler;  /* rows: tiles of tokens; columns: a cluster's weights */
-    CUtensorMap a, a_end;     /* [tokens][k], boxes of half a tile, and of the last rows */
+    CUtensorMap a, a_end;     /* [tokens][k]. Boxes of half a tile, and of the last rows. */
     CUtensorMap values, meta; /* [weights][k / 2] and [weights][bytes], boxes of BW rows */
-    CUtensorMap out;          /* if panels */
-    gk_scales sa, sb;         /* 8 bits */
+    CUtensorMap out;          /* if `panels`: the result */
+    gk_scales sa, sb;         /* scales of 8-bit operands */
     Finish f;
     int m, n;
-    int pair;    /* blocks of a cluster */
+    int pair;    /* blocks of a cluster, 1 or 2 */
     bool panels; /* results are stored by TMA */
 };
 
@@ -55,7 +59,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
     typedef typename SparseSum<T>::type D; /* type of WGMMA's sums */
     static constexpr Sums SUMS = SUMS_;
     static constexpr int BYTES = sizeof(T), MS = MS_, CONSUMERS = CONSUMERS_;
-    /* N: a thread's sums for 64 weights. */
+    /* N: accumulators of a thread for 64 weight rows. */
     static constexpr int BW = 64 * MS * CONSUMERS, BT = BT_, BK = 128 / BYTES, N = BT / 2;
     typedef SparseParams Params;
     typedef Shell<SparseWide> Block;
@@ -76,7 +80,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
     static constexpr int VALUES = BW * 64, META_ROW = 16, META = BW * META_ROW;
     static constexpr int TOKENS_AT = VALUES, META_AT = TOKENS_AT + Tokens::bytes;
     static constexpr int STAGE_BYTES = META_AT + META;
-    /* A warp's panel: 64 tokens x 16 weights. */
+    /* A warp's panel holds 64 tokens x 16 weight rows of 16 bits. */
     static constexpr int PANEL_ROW = 32, PANEL = 64 * PANEL_ROW;
     static constexpr int AFTER_STAGES =
         4 * CONSUMERS * PANEL + CONSUMERS * BT * 4 + WGMMA_BLOCK_BYTES;
@@ -92,21 +96,21 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
         prefetch_tensormap(&p.meta);
     }
 
-    /* First weight of this block's part of a tile. */
+    /* First weight row of this block's part of a tile. */
     static __device__ __forceinline__ int weight_of(const Block &shell, TilePlace tile) {
         return (int)(tile.col * shell.p.pair + shell.rank) * BW;
     }
 
     /* ---- 1. copies --------------------------------------------------------------------------- */
     struct Source {
-        int token, rows, weight, rank; /* rows: of tokens, up to BT */
+        int token, rows, weight, rank; /* rows: tokens of the tile, at most BT */
 
         __device__ __forceinline__ Source(const Params &p, const Block &shell, TilePlace tile)
             : token(tile.row * BT), rows(min(BT, p.m - tile.row * BT)),
               weight(weight_of(shell, tile)), rank((int)shell.rank) {}
 
-        /* Half h of the tile's tokens. Rows after the last are not copied: TMA fills rows outside
-         * a tensor slowly, and their sums are not stored. */
+        /* Copies half h of the tile's tokens. Rows after the last token are not copied: TMA fills
+         * rows outside a tensor slowly, and their sums are not stored. */
         __device__ __forceinline__ void fill_half(const Params &p, const ProductStage &s,
                                                   smem_addr tokens_s, int h) const {
             const int here = rows - h * (BT / 2);
@@ -131,15 +135,15 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
     };
 
     /* ---- 2. products ------------------------------------------------------------------------- */
-    /* Descriptor of values: rows of 64 bytes, 8 of which form a block of 512 bytes, swizzled as
-     * smem_tile<.., 64>. */
+    /* WGMMA's descriptor of values. Rows have 64 bytes. Eight rows form a block of 512 bytes, which
+     * is swizzled as in smem_tile<.., 64>. */
     static __device__ __forceinline__ uint64_t values_descriptor(smem_addr at_s) {
         return (uint64_t)((at_s & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(512 >> 4) << 32 |
                (uint64_t)2 << 62;
     }
 
-    /* Meta of a lane's rows for the two instructions of a stage. With 16 bits one word serves
-     * both. */
+    /* Meta of a lane's rows for the two instructions of a stage. With 16-bit elements both
+     * instructions use the same word. */
     struct Places {
         uint32_t word[2];
     };
@@ -153,7 +157,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
 
     struct Consumer {
         smem_addr places_s; /* this lane's meta in stage 0 */
-        unsigned releases;  /* this lane releases a stage to block `releases` - 1; 0: it does not */
+        unsigned releases;  /* This lane releases stages to block `releases` - 1. 0: to none. */
 
         __device__ __forceinline__ explicit Consumer(const Block &shell) {
             const int lane = threadIdx.x % 32,
@@ -179,7 +183,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
             }
         }
 
-        /* After all lanes have read the stage. */
+        /* Releases a stage after all lanes of the warp have read it. */
         __device__ __forceinline__ void release(const Block &shell, smem_addr empty_s) const {
             __syncwarp();
             if (releases) mbarrier_arrive_cluster(empty_s, releases - 1);
@@ -199,7 +203,8 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
 #pragma unroll
                 for (int i = 0; i < N; ++i) sum[m][i] = 0;
             if constexpr (SUMS == ALL) {
-                /* Meta stays in registers until its products have ended, a step later. */
+                /* WGMMA reads meta from registers. They must not change until their products have
+                 * ended, which is one step later, so two sets alternate. */
                 Places even = {}, odd = {};
                 const auto follow = [&](Places &now, Places &before, int step) {
                     ring.wait_full();
@@ -224,7 +229,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
                 wgmma_pin(sum[0]);
                 release(shell, ring.before());
             } else {
-                /* Two stages at a time; the number of steps is even. */
+                /* Two stages form a part. The number of steps is even. */
 #pragma unroll 1
                 for (int step = 0; step < steps; step += 2) {
                     tma_ring<STAGES> next = ring;
@@ -245,7 +250,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
                         wgmma_wait_group<0>();
                         wgmma_pin_meta(first.word);
                         wgmma_pin_meta(second.word);
-                        if (m == MS - 1) { /* at once: the producer waits for this */
+                        if (m == MS - 1) { /* release before the additions: the producer waits */
                             release(shell, ring.empty());
                             release(shell, next.empty());
                         }
@@ -267,7 +272,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
             const int token0 = tile.row * BT,
                       weight0 = weight_of(shell, tile) + warpgroup * 64 * MS + shell.warp % 4 * 16;
             const smem_addr scales_s = shell.base_s + SCALES_AT + warpgroup * BT * 4;
-            const auto weight = [&](int i) { /* of the thread's row i */
+            const auto weight = [&](int i) { /* index of the thread's weight row i */
                                              return min(weight0 + lane / 4 + i / 2 * 64 + i % 2 * 8,
                                                         p.n - 1);
             };
@@ -300,8 +305,8 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
             }
         }
 
-        /* Results of 32 tokens from their sums. Value i belongs to token 8 (i / 4) + 2 (lane % 4)
-         * + i % 2 and to the thread's weight i / 2 % 2. */
+        /* Computes the results of 32 tokens from their sums. Value i belongs to token 8 (i / 4) +
+         * 2 (lane % 4) + i % 2 and to the thread's weight row i / 2 % 2. */
         static __device__ __forceinline__ void scale(float (&v)[16], const D *sum,
                                                      const float (&by)[2], const float *bias,
                                                      smem_addr pairs_s) {
@@ -319,8 +324,8 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
             }
         }
 
-        /* Writes half h of a panel: 32 tokens x 16 weights, a matrix of 8 tokens x 8 weights for
-         * each four values. */
+        /* Writes half h of a panel: 32 tokens x 16 weight rows. Every two values of a lane belong
+         * to one matrix of 8 tokens x 8 weight rows. */
         static __device__ __forceinline__ void put(gk_dtype dtype, smem_addr panel_s, int h,
                                                    const float (&v)[16]) {
             const int lane = threadIdx.x % 32;
@@ -339,6 +344,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
             }
         }
 
+        /* Stores the values of 32 tokens one by one. */
         static __device__ __forceinline__ void scatter(const Params &p, const float (&v)[16],
                                                        int token, int weight) {
             const int lane = threadIdx.x % 32;
@@ -367,7 +373,9 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
             }
         }
 
-        /* Stores a warp's 16 weights x BT tokens. */
+        /* Applies the epilogue to a warp's 16 weight rows x BT tokens and stores them. Without an
+         * activation the code is unrolled. Otherwise one copy of it runs in a loop that shifts the
+         * sums down. */
         static __device__ __forceinline__ void store(const Params &p, D (&sum)[N],
                                                      const float (&by)[2], const float *bias,
                                                      smem_addr scales_s, smem_addr panel_s,
@@ -385,7 +393,7 @@ template <class T_, int MS_, int CONSUMERS_, int BT_, Sums SUMS_> struct SparseW
                 return;
             }
 #pragma unroll 1
-            for (int part = 0; part < BT / 32; ++part) { /* shifts the sums down */
+            for (int part = 0; part < BT / 32; ++part) {
                 float v[16];
                 scale(v, sum, by, bias, pairs_s + 128 * part);
 #pragma unroll

@@ -1,25 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_form.cuh: the forms of packed weight that weight_gemm's Hopper kernels are compiled
- * for, and the copies of a stage into shared memory. weight_mma.cuh and weight_wgmma.cuh use it.
+/* weight_form.cuh: the forms of packed weight for which weight_gemm's Hopper kernels are compiled,
+ * the copies of a stage into shared memory, and the decoding of its codes. weight_mma.cuh,
+ * weight_wgmma.cuh and the kernels of groups use it.
  *
- * A form fixes the activations' dtype, the code, the group of k that shares a scale, the scale's
- * dtype, and whether there are zero points. So no kernel looks any of these up inside its loop.
- * Kernels that decide at run time serve all other calls (quant/weight_gemm_sm80.cuh,
- * weight_decoded_sm90a.cu).
+ * A form fixes the activations' dtype, the code, the length of the group of k that shares a scale,
+ * the scale's dtype, and whether there are zero points. So no kernel looks any of these up inside
+ * its loop.
  *
- * A stage holds TILES packed tiles (64 rows x 64 of k, csrc/formats/weight_tile.h) along k for
- * each 64 of ROWS weight rows, the tokens' panels of the same k, and the groups' scales and zero
- * points, [group][row]:
+ * A stage holds four arrays. The packed tiles have 64 rows x 64 of k (csrc/formats/weight_tile.h):
  *
- *   codes    one bulk copy of TILES tiles for each 64 rows
- *   tokens   one TMA box, 64 of k x NT tokens x TILES panels, swizzled by 128 bytes
- *   scales   one TMA box of the caller's [ceil(K / g), N] tensor; if a group is longer than 128,
- *            one box of one row for each 128 of k
+ *   codes    TILES packed tiles along k for each 64 of ROWS weight rows. One bulk copy brings the
+ *            tiles of 64 rows.
+ *   tokens   TILES panels of NT tokens x 64 of k, swizzled by 128 bytes. One TMA box.
+ *   scales   [group][row]. One TMA box of the call's [ceil(K / g), N] tensor. If a group is longer
+ *            than 128, it is one box of one row for each 128 of k.
  *   zeros    as scales
  *
- * If N or K is no whole number of stages: codes beyond the end repeat the last tile, tokens
- * beyond the end are zeros, scales beyond the end are zeros or the last group's, and rows beyond
- * N are not stored. */
+ * N and K need not be whole numbers of stages. Codes beyond the end then repeat the last tile, and
+ * tokens beyond the end are zeros. Scales beyond the end are zeros or those of the last group. Rows
+ * beyond N are not stored.
+ *
+ * Refuses (weight_form_fits): empty products, K that is no multiple of 64, dtypes or group lengths
+ * of another form, and operands that TMA or bulk copies cannot read. Kernels that look the form up
+ * at run time serve such calls (quant/weight_gemm_sm80.cuh, weight_decoded_sm90a.cu). */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_FORM_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_FORM_CUH
 
@@ -34,7 +37,7 @@
 #include "cheapest.cuh"
 #include "../tile/tma_ring.cuh"
 
-/* GROUP: 16, 32, 64, or 128 for every longer group. */
+/* GROUP: elements of k that share a scale: 16, 32, 64, or 128 for 128 and every longer group. */
 template <class T_, Code C_, int GROUP_, bool ZERO_> struct WeightForm {
     typedef T_ T;
     static constexpr Code C = C_;
@@ -72,18 +75,18 @@ template <class F, int ROWS, int TILES, int NT> struct WeightStage90 {
 
 /* The part of a kernel's parameters that locates the operands. */
 struct WeightOperands {
-    CUtensorMap a, scale, zero; /* boxes as above */
-    CUtensorMap a_end; /* a lower box for the tokens of the last tile, if these are fewer */
+    CUtensorMap a, scale, zero; /* boxes as in the file's head */
+    CUtensorMap a_end;          /* box of fewer rows, for the tokens of an incomplete last tile */
     const uint8_t *packed;
-    int64_t tile_row; /* bytes from a row of tiles to the next */
+    int64_t tile_row; /* bytes from one row of tiles to the next */
     int rows, cols;   /* in tiles */
-    int log2;         /* of the group's length */
-    uint32_t whole;   /* decode_nibbles */
+    int log2;         /* binary logarithm of the group's length */
+    uint32_t whole;   /* constant for decode_nibbles */
     bool keep;        /* several blocks read the same codes, so L2 should keep them */
 };
 
 /* ---- 1 producer ------------------------------------------------------------------------------ */
-/* Brings the tensor maps into TMA's cache; the producer calls it first (saves 1 us with 16
+/* Brings the tensor maps into TMA's cache. The producer calls this first (saves 1 us with 16
  * tokens). */
 template <class F>
 __device__ __forceinline__ void prefetch_maps(const WeightOperands &w, const CUtensorMap *a) {
@@ -92,8 +95,8 @@ __device__ __forceinline__ void prefetch_maps(const WeightOperands &w, const CUt
     if constexpr (F::ZERO) prefetch_tensormap(&w.zero);
 }
 
-/* One thread copies the codes of tile columns tile0 to tile0 + TILES - 1 to stage_s. row: row of
- * tiles. */
+/* One thread copies the codes of tile columns tile0 to tile0 + TILES - 1 to stage_s. row: index of
+ * the first row of tiles. */
 template <class F, class S, int ROWS, int TILES>
 __device__ __forceinline__ void produce_codes(const WeightOperands &w, smem_addr stage_s,
                                               smem_addr full, int row, int tile0, uint64_t policy) {
@@ -123,16 +126,17 @@ __device__ __forceinline__ void prefetch_codes(const WeightOperands &w, int row,
                       left * F::TILE_BYTES);
 }
 
-/* Rows of the box of tokens from token0 on. TMA fills rows outside a tensor at a third of its
- * speed, so the last tile has a lower box. Its remaining rows in shared memory hold old values,
- * which only reach sums that are not stored. */
+/* Rows of the TMA box for tokens from token0 on. TMA fills rows outside a tensor at a third of its
+ * normal speed, so an incomplete last tile has a box of fewer rows. The other rows of the stage
+ * hold old values, which only reach sums that are not stored. */
 template <int NT> GK_HD int box_tokens(int m, int token0) {
     const int left = m - token0;
     return left >= NT ? NT : (left + 7) / 8 * 8;
 }
 
-/* Copies the tokens, scales and zero points of the same stage. n0: first row of the weight. a:
- * the map for token0's tile. */
+/* Copies the stage's tokens, scales and zero points. n0: first row of the weight. a: the tensor map
+ * for the tile of token0. again, once: L2 policies for data that other blocks also read, and for
+ * data that is read once. */
 template <class F, class S, int ROWS, int TILES>
 __device__ __forceinline__ void
 produce_rest(const WeightOperands &w, const CUtensorMap *a, smem_addr stage_s, smem_addr side_s,
@@ -159,8 +163,8 @@ template <class F> __device__ __forceinline__ float load_scale(smem_addr at_s) {
         return __uint_as_float((uint32_t)ld_shared_16(at_s) << 16);
     else if constexpr (F::SCALE == GK_F16)
         return to_f32(__ushort_as_half(ld_shared_16(at_s)));
-    else if constexpr (F::SCALE == GK_E8M0) { /* codes 0 (2^-127) and 255 (NaN) both need the first
-                                                 bit of the fraction */
+    else if constexpr (F::SCALE == GK_E8M0) { /* codes 0 (2^-127) and 255 (NaN) set the first bit of
+                                                 the fraction */
         const uint32_t code = ld_shared_8(at_s);
         return __uint_as_float(code << 23 | (((code + 1) & 0xfe) == 0 ? 1u << 22 : 0));
     } else {
@@ -170,7 +174,7 @@ template <class F> __device__ __forceinline__ float load_scale(smem_addr at_s) {
     }
 }
 
-/* Loads the scale at at_s as type T, twice in a word. */
+/* Loads the scale at at_s as type T and returns it in both halves of a word. */
 template <class F> __device__ __forceinline__ uint32_t load_two_scales(smem_addr at_s) {
     if constexpr (F::SCALE_BYTES == 2) {
         return ld_shared_16(at_s) * 0x10001u;
@@ -189,15 +193,16 @@ template <class F> __device__ __forceinline__ uint32_t load_two_scales(smem_addr
     }
 }
 
-/* Loads the value that NIBBLES codes subtract, twice in a word. */
+/* Loads the zero point at at_s as the value that decode_step subtracts from NIBBLES codes, in both
+ * halves of a word. */
 template <class F> __device__ __forceinline__ uint32_t load_zero(smem_addr at_s) {
     return Two<typename F::T>::WHOLE + ld_shared_8(at_s) * 0x10001u;
 }
 
 /* ---- 3 NaN codes of e4m3 --------------------------------------------------------------------- */
-/* decode_e4m3_finite reads a NaN code as 480. A NaN makes its whole row of the result NaN. So it
- * is enough to record which of a lane's two rows (bytes 0, 1 and bytes 2, 3 of a word) contain a
- * NaN, and to set their sums to NaN at the end. */
+/* Handles NaN codes of e4m3. decode_e4m3_finite decodes a NaN code as 480. A NaN in a weight row
+ * makes all results of that row NaN. So it is enough to record which of a lane's two rows (bytes 0
+ * and 1, bytes 2 and 3 of a word) contain a NaN, and to set their sums to NaN at the end. */
 template <class F> struct NanRows {
     static constexpr bool NEEDED = F::C == E4M3 && element<typename F::T>::dtype == GK_BF16;
     uint32_t seen = 0;
@@ -278,7 +283,7 @@ template <class F> bool weight_form_fits(const gk_weight_gemm_args *g) {
            (m == 1 || (step_m > 0 && step_m % 8 == 0));
 }
 
-/* The same for kernels without groups of rows. */
+/* weight_form_fits for kernels that do not serve groups of rows. */
 template <class F> bool weight_form_serves(const gk_weight_gemm_args *g) {
     return !g->offs && weight_form_fits<F>(g);
 }
@@ -290,7 +295,8 @@ inline TensorShape token_panels(const gk_weight_gemm_args *g) {
     return {g->a.data, g->a.dtype, {64, m, k / 64, 1, 1}, {1, ld, 64, 0, 0}, false};
 }
 
-/* All but the maps of the activations. n: rows of the weight, those of all groups. */
+/* Fills in all of w but the tensor maps of the activations. n: rows of the weight, over all
+ * groups. */
 template <class F, class S, int ROWS>
 gk_status weight_codes(const gk_weight_gemm_args *g, int64_t n, WeightOperands *w) {
     const int64_t k = weight_k(g);

@@ -3,28 +3,32 @@
  *
  *   out^T [N, M] = sum over groups of k of scale (codes - zero) a^T
  *
- * The weight is the instruction's first operand. A packed tile holds the fragments of 64 rows,
- * 16 rows a warp, and a lane decodes its own 16 bytes. NT tokens are the second operand, read by
- * ldmatrix. WGMMA is 4 to 10 % slower here (8 and 16 tokens, H200), because its first operand
- * from registers bounds it. A group's sum of exact codes is multiplied by the group's scale in
- * float32, so no weight is rounded.
+ * weight_mma_{4,8}bit_sm90a.cu instantiate it. Groups of rows use the same kernel
+ * (WeightMmaGrouped, weight_grouped_mma_sm90a.cu).
  *
- * A cluster of two blocks takes 64 rows of the weight, half of k each. A block has a producer
- * warp and two consumer warpgroups, which take the stages of its ring alternately. A stage is
- * 256 to 1024 of k. The warpgroups add their sums in shared memory. Then each block sends half
- * of its sums to the other block by st.async and finishes the other half. Clusters are
- * persistent: each takes every gridDim.x / 2-th tile, and the ring is not drained between tiles.
+ * The weight is the instruction's first operand. A packed tile holds the fragments of 64 rows, 16
+ * rows for each warp, and a lane decodes its own 16 bytes. NT tokens are the second operand, read
+ * by ldmatrix. WGMMA is 4 to 10 % slower here (8 and 16 tokens, H200), because reading its first
+ * operand from registers bounds it. Codes are exact in the products. A group's sum is multiplied by
+ * the group's scale in float32, so no weight is rounded.
  *
- * Two blocks fit an SM (OCC 2), or one with longer stages ("wide"). With nibbles, the producer
- * copies codes before griddepcontrol.wait. They are read-only for every kernel that lets its
- * successor start early (8.1 us instead of 8.6, 16 x 5120 x 5120, OCC 2, H200). Behind a norm or
- * an activation, which leave most SMs idle, the ring fills while that kernel runs. Other codes are
- * only brought into L2 then.
+ * A cluster of two blocks computes 64 rows of the weight. Each block takes half of k. A block has a
+ * producer warp and two consumer warpgroups, which take the stages of the ring alternately. A stage
+ * is 256 to 1024 of k. The warpgroups add their sums in shared memory. Then each block sends half
+ * of its sums to the other block by st.async and finishes the other half. Clusters are persistent:
+ * each takes every gridDim.x / 2-th tile, and the ring is not drained between tiles.
  *
- * Groups of rows (WeightMmaGrouped): a tile is a task of quant/weight_groups.cuh, NT tokens of one
- * group. Every block lists the tasks first, so no codes are copied before griddepcontrol.wait. A
- * cluster may have no task. Rows behind the last group's end are tasks without steps, whose results
- * are zeros.
+ * Either two blocks share an SM (OCC 2), or one block has the SM to itself and longer stages
+ * (OCC 1, instances named "wide").
+ *
+ * 4-bit integer codes are copied before griddepcontrol.wait. This is safe, because no kernel that
+ * lets its successor start early writes packed weights. It saves time (8.1 us instead of 8.6,
+ * 16 x 5120 x 5120, OCC 2, H200): if the previous kernel is a norm or an activation, most SMs are
+ * idle, and the ring fills while that kernel runs. Other codes are only prefetched into L2 then.
+ *
+ * In WeightMmaGrouped a tile is a task of quant/weight_groups.cuh: NT tokens of one group. Every
+ * block lists the tasks first, so it copies no codes before griddepcontrol.wait. A cluster may have
+ * no task. Rows behind the last group's end form tasks without steps, whose results are zeros.
  *
  * Workspace: none. Refused forms and operands: weight_form.cuh. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_MMA_CUH
@@ -40,16 +44,16 @@
 struct WeightMmaParams {
     WeightOperands w;
     Finish f;
-    int m, n, tiles; /* tiles: of 64 rows of the weight, of one group */
-    bool plain;      /* is_plain */
+    int m, n, tiles; /* tiles: number of tiles of 64 weight rows, in one group */
+    bool plain;      /* the result needs no epilogue (is_plain) */
 };
 struct WeightMmaGroupedParams : WeightMmaParams {
     Groups groups;
-    int64_t bias_group; /* bytes */
+    int64_t bias_group; /* bytes from the bias of one group to the next */
     int box;            /* rows of the box of tokens */
 };
 
-/* OCC: blocks that fit an SM. */
+/* An instance: form F of the weight, NT tokens, OCC blocks on an SM. */
 template <class F_, int NT_, int OCC_> struct WeightMma {
     typedef F_ F;
     typedef WeightMmaParams Params;
@@ -59,14 +63,15 @@ template <class F_, int NT_, int OCC_> struct WeightMma {
     /* Packed tiles of a stage, 64 of k each. */
     static constexpr int TILES = (NT == 8 && F::WORDS == 4 ? 16 : 8) / OCC;
     static constexpr int STAGES = NT == 16 && F::WORDS == 4 ? 6 : 4;
-    /* True if codes are copied before griddepcontrol.wait. 8-bit codes and e2m1 lost up to 0.9 us
-     * where one product follows another. */
+    /* True if codes are copied before griddepcontrol.wait. With 8-bit codes and e2m1 this cost up
+     * to 0.9 us when one product follows another. */
     static constexpr bool EARLY = F::C == NIBBLES;
     static_assert(STAGES % WARPGROUPS == 0,
                   "a stage belongs to one warpgroup: its phases are one waiter's");
     typedef WeightStage90<F, ROWS, TILES, NT> Stage;
-    static constexpr int SUMS = NT / 2; /* of a thread: 2 rows x NT / 4 tokens */
-    /* Two chains of products; products of a single chain would wait for each other. */
+    static constexpr int SUMS = NT / 2; /* accumulators of a thread: 2 rows x NT / 4 tokens */
+    /* Two independent chains of mma. With 8 tokens, the products of a single chain would wait for
+     * each other. */
     static constexpr bool DUAL = NT == 8;
     static constexpr int SIDE_AT = STAGES * Stage::BYTES;
     static constexpr int SUMS_AT = SIDE_AT + STAGES * Stage::SIDE;
@@ -87,10 +92,10 @@ template <class F, int NT, int OCC> struct WeightMmaGrouped : WeightMma<F, NT, O
 
 /* The tile of 64 weight rows that a cluster takes. */
 struct WeightMmaTile {
-    int row, n0;          /* packed tile; the first column of the result */
+    int row, n0;          /* index of the packed row of tiles; first column of the result */
     int token0;           /* first row of a in the stages */
     int group, from, end; /* GROUPED: rows of a whose results are stored */
-    bool empty;           /* GROUPED: rows of no group */
+    bool empty;           /* GROUPED: the rows belong to no group, and their results are zeros */
 };
 template <class K>
 __device__ __forceinline__ int mma_tiles(const typename K::Params &p, const WeightGroupList *list) {
@@ -118,8 +123,9 @@ __device__ __forceinline__ WeightMmaTile mma_tile(const typename K::Params &p,
 }
 
 /* ---- 1 a stage ------------------------------------------------------------------------------- */
-/* Multiplies a stage. codes_s: this thread's codes in the stage's first tile. tokens_s: this
- * lane's row for ldmatrix. scales_s, zeros_s: of this lane's first row. */
+/* Adds the products of one stage to sum. Addresses in shared memory: codes_s of this thread's codes
+ * in the stage's first tile, tokens_s of this lane's row for ldmatrix, scales_s and zeros_s of the
+ * scale and zero point of this lane's first row. */
 template <class K>
 __device__ __forceinline__ void
 multiply_stage(float (&sum)[K::SUMS], NanRows<typename K::F> &nan, uint32_t whole,
@@ -343,7 +349,7 @@ consume_weight_mma(const typename K::Params &p, const WeightGroupList *list,
     }
     if (K::GROUPED && first >= mma_tiles<K>(p, list))
         barrier_cluster_wait();
-    else if (warpgroup == 0) /* wait for the other block's last arrival before this block exits */
+    else if (warpgroup == 0) /* the other block's last arrival must precede this block's exit */
         mbarrier_wait(mail_empty, mail_parity ^ 1);
     else
         barrier_cluster_wait();

@@ -3,19 +3,21 @@
  *
  *   out^T [N, M] = (scale (codes - zero)) a^T, each weight rounded to a's dtype
  *
- * The weight is WGMMA's first operand, from registers: a packed tile holds the fragments of 64
- * rows. NT tokens are the second operand, copied by TMA. A block has a producer warpgroup and
- * two consumer warpgroups, which share a stage by RT:
+ * weight_wgmma_{4,8}bit_sm90a.cu instantiate it.
  *
- *   RT 2   128 rows of the weight; a warpgroup takes 64 rows and all of the stage's k
- *   RT 1   64 rows of the weight; a warpgroup takes half of the stage's k
+ * The weight is WGMMA's first operand and comes from registers. A packed tile holds the fragments
+ * of 64 rows. NT tokens are the second operand, copied to shared memory by TMA. A block has a
+ * producer warpgroup and two consumer warpgroups, which divide a stage as RT says:
  *
- * A warpgroup keeps two sets of fragments: it decodes one tile while the previous one is
- * multiplied. The warpgroups are not synchronised with each other; ordering them by named
+ *   RT 2   128 rows of the weight. A warpgroup takes 64 rows and all of the stage's k.
+ *   RT 1   64 rows of the weight. A warpgroup takes half of the stage's k.
+ *
+ * A warpgroup has two sets of fragment registers. It decodes one tile while WGMMA multiplies the
+ * previous one. The warpgroups are not synchronised with each other: ordering them by named
  * barriers gained nothing (H200).
  *
- * A block computes one tile of rows x tokens. If tiles are few, a cluster of two blocks splits
- * k. The sums then go through the ring's shared memory, and each block stores half of the
+ * A block computes one tile of ROWS x NT. If tiles are few, a cluster of two blocks splits k. The
+ * sums are exchanged through the shared memory of the ring, and each block stores half of the
  * tokens.
  *
  * Workspace: none. Refused forms and operands: weight_form.cuh. */
@@ -34,19 +36,20 @@
 template <class F_, int NT_, int RT_> struct WeightWgmma {
     typedef F_ F;
     static constexpr int NT = NT_, RT = RT_, KW = 2 / RT, ROWS = RT * GK_TILE, THREADS = 384;
-    /* Packed tiles of a stage along k, and of those a warpgroup's (EACH). */
+    /* TILES: packed tiles of a stage along k. EACH: how many of them one warpgroup multiplies. */
     static constexpr int TILES = NT == 32 || (NT == 64 && RT == 1)       ? 4
                                  : NT == 256 && F::WORDS == 8 && RT == 2 ? 1
                                                                          : 2;
     static constexpr int EACH = TILES / KW;
     static_assert(EACH == 1 || EACH % 2 == 0, "two sets of fragments alternate");
     /* True if a tile's codes and scales are read before the wait that frees the fragments'
-     * registers. This hides their latency, but a stage is released later. Gains for 32 tokens
-     * (15.8 us instead of 16.4) and 128 (31.7 instead of 32.3). Loses for 64 (23.2 instead of
-     * 22.1), and 5 to 8 % with RT 1 and 32 or 64 tokens. (8192 x 8192, H200.) */
+     * registers. This hides the latency of the reads, but a stage is released later. Measured for
+     * 8192 x 8192, H200: it gains for 32 tokens (15.8 us instead of 16.4) and for 128 (31.7
+     * instead of 32.3). It loses for 64 (23.2 instead of 22.1), and 5 to 8 % with RT 1 and 32 or
+     * 64 tokens. */
     static constexpr bool READ_FIRST = RT == 2 && NT != 64;
     typedef WeightStage90<F, ROWS, TILES, NT> Stage;
-    static constexpr int LD = ROWS + 4; /* floats of a token's sums in shared memory */
+    static constexpr int LD = ROWS + 4; /* stride of a token's sums in shared memory, in floats */
     static constexpr int SUMS = KW * NT * LD * 4;
     static constexpr int ROOM = 227 * 1024 - WGMMA_BLOCK_BYTES - 1024;
     static constexpr int FIT = ROOM / (Stage::BYTES + Stage::SIDE);
@@ -58,7 +61,8 @@ template <class F_, int NT_, int RT_> struct WeightWgmma {
     static_assert(TILES % KW == 0 && STAGES >= 2, "what a stage is made of");
 };
 
-/* Tiles of tokens scheduled together, which read the same weight rows from L2 (not measured). */
+/* Tiles of tokens that are scheduled together, so that they read the same weight rows from L2 (not
+ * measured). */
 constexpr int TOKEN_TILES_TOGETHER = 8;
 /* Blocks of a cluster. Clusters of 3 and 4 fill fewer SMs and gained nowhere. */
 constexpr int MOST_SPLITS = 2;
@@ -68,10 +72,11 @@ struct WeightWgmma90Params {
     Finish f;
     TileOrder order;
     int m, n, tiles_m, tiles_n;
-    /* splits: blocks of a cluster. steps: stages of each. more: blocks that take one more. */
+    /* splits: blocks of a cluster. steps: stages of each block; the first `more` blocks have one
+     * more. */
     int splits, steps, more;
     bool vectors; /* rows of the result are whole chunks of 16 bytes */
-    bool plain;   /* is_plain */
+    bool plain;   /* the result needs no epilogue (is_plain) */
 };
 
 /* ---- 1 producer ------------------------------------------------------------------------------ */
@@ -85,7 +90,8 @@ __device__ __forceinline__ void produce_weight_wgmma(const WeightWgmma90Params &
     const CUtensorMap *const a = p.m - token0 < K::NT ? &p.w.a_end : &p.w.a;
     prefetch_maps<F>(p.w, a);
     const uint64_t again = l2_last_out(), once = l2_first_out();
-    /* In decoding, the kernel in front is a norm or an activation that leaves most SMs idle. */
+    /* Prefetch the first stages' codes into L2 while the previous kernel runs. In decoding that
+     * kernel is a norm or an activation, which leaves most SMs idle. */
     for (int step = step0; step < step0 + min(K::STAGES, steps); ++step)
         prefetch_codes<F, K::ROWS, K::TILES>(p.w, at.col * K::RT, step * K::TILES);
     griddepcontrol_wait();
@@ -110,8 +116,8 @@ template <class K> struct WeightTile {
     static constexpr int GROUPS = F::GROUP < 64 ? 64 / F::GROUP : 1;
     uint32_t words[F::WORDS], scale[GROUPS][2], zero[GROUPS][2];
 
-    /* scales_s, zeros_s: of this lane's first row in the stage's first group. k0: offset of the
-     * tile in the stage. */
+    /* scales_s, zeros_s: addresses of the scale and zero point of this lane's first row, in the
+     * stage's first group. k0: offset of the tile in the stage, in elements of k. */
     __device__ __forceinline__ void load(smem_addr codes_s, smem_addr scales_s, smem_addr zeros_s,
                                          int k0) {
 #pragma unroll
@@ -151,20 +157,22 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
     typedef typename K::F F;
     typedef typename K::Stage S;
     const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    /* part: index of this warpgroup's 64 rows. share: index of its half of k. */
+    /* part: index of this warpgroup's 64 rows. share: index of its half of the stage's k. */
     const int part = K::RT == 2 ? warpgroup : 0, share = K::RT == 2 ? 0 : warpgroup;
     const int row = part * 64 + thread / 32 * 16 + lane / 4;
     const smem_addr codes_at =
         S::CODES_AT + (part * K::TILES + share * K::EACH) * F::TILE_BYTES + thread * 16;
     NanRows<F> nan;
     uint32_t a[2][4][4];
-    /* The empty barriers of stages that the last two tiles completed, or 0. */
+    /* Empty barriers of stages to release. `last` is the barrier of the stage whose reads the last
+     * product completes, and `before` the same for the product before it. 0: that product does not
+     * complete a stage. */
     smem_addr before = 0, last = 0;
 #pragma unroll
     for (int i = 0; i < K::NT / 2; ++i) sum[i] = 0;
     wgmma_pin(sum);
-    /* Multiplies this warpgroup's tile `tile` of the stage. `set`: fragments that the product
-     * before the last one read. */
+    /* Issues the product of this warpgroup's tile `tile` of the stage. set: the fragment registers
+     * to decode into. The product before the last one read them. */
     const auto multiply = [&](uint32_t (&set)[4][4], int tile) {
         WeightTile<K> next;
         const int k0 = (share * K::EACH + tile) * GK_TILE;
@@ -217,7 +225,7 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
 }
 
 /* ---- 3 epilogue ------------------------------------------------------------------------------ */
-/* Stores eight neighbours of a token's row. */
+/* Applies the epilogue to eight neighbouring results of a token and stores them. */
 template <class T>
 __device__ __forceinline__ void store_eight(const WeightWgmma90Params &p, int token, int col,
                                             float (&v)[8], const float (&bias)[8], float alpha) {

@@ -1,25 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mainloop_sm80.cuh: multiplies a tile BM x BN by mma.sync. gemm_sm80 and the sm_80 kernels of
- * quant/ share it.
+/* mainloop_sm80.cuh: the main loop that multiplies a tile BM x BN over k by mma.sync. gemm_sm80 and
+ * the sm_80 kernels of quant/ call multiply_sm80.
+ *
+ * A template parameter, the Product, says how fragments are prepared and multiplied, and what
+ * follows a step. MmaProduct below is the plain one. quant/ has others.
  *
  * Shared memory: STAGES stages of two tiles, swizzled (banks.cuh):
  *   a  [BM][BK], or [BK][BM] if a is MN-major
  *   b  [BN][BK], or [BK][BN] if b is MN-major
  * MN-major tf32 tiles are padded instead, because ldmatrix cannot transpose 32-bit elements.
  *
- * Pipeline: copies run STAGES - 1 steps ahead. Fragments are loaded one k16 (tf32: k8, 8 bits:
- * k32) before their mma, also across the barrier:
+ * Pipeline: a step multiplies the BK of k of one stage. One mma takes 16 of k for 16-bit elements,
+ * 8 for tf32, 32 for 8 bits; the comments call this a k16. Copies run STAGES - 1 steps ahead of the
+ * products. Fragments are loaded one k16 before their mma. This also holds for the first k16 of the
+ * next step. Below, fjq and jq are the fragments and the products of k16 number q of step j:
  *   copy       k0 k1 | k2                k3
  *   fragments      f00 | f01  f02  f03 | f10  f11 ..
  *   mma                |  00   01   02   03   10  ..
- * The barrier stands before the last k16 of a step: when stage j's last fragments are loaded,
- * all threads have read the stage.
+ * The barrier (|) stands before the last k16 of a step. At that point the step's last fragments
+ * are in registers. So after the barrier, all threads have read the stage, and it may be refilled.
  *
- * Mode ANY takes rows of any alignment: ordinary loads at the start of a step, stores to shared
- * memory at its end.
- *
- * A Product says how fragments are prepared and multiplied, and what follows a step: MmaProduct
- * here, others in quant/. */
+ * Mode ANY takes rows of any alignment. It loads elements one by one at the start of a step and
+ * stores them to shared memory before the step's barrier. */
 #ifndef GPUKERN_CUDA_GEMM_MAINLOOP_SM80_CUH
 #define GPUKERN_CUDA_GEMM_MAINLOOP_SM80_CUH
 
@@ -32,8 +34,9 @@
 namespace {
 
 /* ---- 1 tiles in shared memory ---------------------------------------------------------------- */
-/* 32-bit elements [k][x], which lanes read one by one. Padding rows by 8 elements puts the 4 k
- * and 8 x of a fragment into 32 banks. */
+/* A tile of 32-bit elements [k][x], which lanes read one by one. Rows are padded by 8 elements.
+ * Then the elements of a fragment, at 4 different k and 8 different x, lie in 32 different banks.
+ */
 template <int ROWS, int ROW_BYTES> struct PaddedTile {
     static constexpr int rows = ROWS, chunks = ROW_BYTES / 16, ld_bytes = ROW_BYTES + 32,
                          bytes = ROWS * ld_bytes;
@@ -51,6 +54,7 @@ template <int ROWS, int ROW_BYTES> struct PaddedTile {
                   "no bank conflict between the lanes of a fragment");
 };
 
+/* The tile of an operand with BX rows of m or n. ALONG_X: it is MN-major. */
 template <class T, int BX, int BK, bool ALONG_X> struct OperandTile {
     typedef smem_tile<BX, BK *(int)sizeof(T)> type;
 };
@@ -62,16 +66,17 @@ template <int BX, int BK> struct OperandTile<float, BX, BK, true> {
 };
 
 /* ---- 2 from global memory into a tile -------------------------------------------------------- */
-/* Copies a tile: element (r, c) comes from r row_stride + c col_stride. A thread keeps its
- * chunk, and takes rows r0, r0 + STEP and so on. */
+/* Copies the tiles of one operand from global memory. Element (r, c) of a tile is at r row_stride +
+ * c col_stride. A thread copies the same 16-byte chunk of rows r0, r0 + STEP and so on, one row in
+ * each pass. begin and pass copy asynchronously. fetch and put go through registers (mode ANY). */
 template <class T, class Tile, int THREADS> struct Feed {
     static constexpr int STEP = THREADS / Tile::chunks, PASSES = Tile::rows / STEP,
                          EACH = 16 / (int)sizeof(T);
     static_assert(THREADS % Tile::chunks == 0 && Tile::rows % STEP == 0, "whole passes");
     static_assert(STEP % 8 == 0 || sizeof(T) == 4, "one swizzle for all rows of a thread");
 
-    /* from_g: the thread's chunk of row r0 in the next step. at_g: of the next pass in this
-     * step. */
+    /* from_g: address of the thread's chunk of row r0 in the next step. at_g: address of its chunk
+     * in the next pass of this step. */
     const T *from_g, *at_g;
     int64_t pass_step, col_stride, k_step;
     int row, chunk, rows_left, bytes;
@@ -85,7 +90,7 @@ template <class T, class Tile, int THREADS> struct Feed {
         offset = Tile::offset(row, chunk);
         from_g = tile_g + row * row_stride + chunk * EACH * col_stride;
     }
-    /* A step is begin(), then pass 0 to PASSES - 1 in order. */
+    /* To copy the tile of a step, call begin(), then pass() for 0 to PASSES - 1 in order. */
     __device__ __forceinline__ void begin(int rows_valid, int cols_valid) {
         rows_left = rows_valid - row;
         bytes = chunk_bytes<T>(chunk, cols_valid);
@@ -123,7 +128,8 @@ template <class T, class Tile, int THREADS> struct Feed {
 };
 
 /* ---- 3 from a tile into fragments ------------------------------------------------------------ */
-/* kk counts k16 (tf32: k8) in the step; i counts blocks of 16 rows of a or columns of b. */
+/* LoadA and LoadB load a fragment of k16 number kk of the step. i counts blocks of 16 rows of a or
+ * 16 columns of b. base() is the lane's address for kk = 0 and i = 0. */
 template <class T, class Tile, bool ALONG_X> struct LoadA {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int m) {
         return ALONG_X ? frag_a_trans_base<Tile>(tile_s, lane, 0, m / 8)
@@ -148,8 +154,8 @@ template <class T, class Tile, bool ALONG_X> struct LoadB {
             load_frag_b(b, Tile::down(Tile::along(at_s, 2 * kk), 16 * i));
     }
 };
-/* tf32 from [k][x]: in both operands, a lane's element e is (k, x) = (lane % 4, lane / 4) plus a
- * constant. */
+/* The same for MN-major tf32, [k][x]. In both operands, a lane's element e lies at (k, x) =
+ * (lane % 4, lane / 4) plus a constant. */
 template <class Tile> struct LoadA<float, Tile, true> {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int m) {
         return tile_s + lane % 4 * Tile::ld_bytes + (lane / 4 + m) * 4;
@@ -171,8 +177,8 @@ template <class Tile> struct LoadB<float, Tile, true> {
     }
 };
 
-/* Loads two consecutive fragments of k16: register 4 h + j holds columns 8 h and k 8 j (bytes: k
- * 16 j). */
+/* Loads the fragments of two consecutive k16. Register 4 h + j holds 8 columns from 8 h on and 8 of
+ * k from 8 j on (8-bit elements: 16 of k from 16 j on). */
 template <class Tile> struct LoadTwoB {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int n) {
         return tile_s + Tile::offset(n + lane % 8, lane / 8);
@@ -190,16 +196,18 @@ template <class T, class Tile> struct LoadBs<2, T, Tile, false> {
     typedef LoadTwoB<Tile> type;
 };
 
-/* The tensor cores truncate tf32 operands. Multiplying by 1 + 2^-10 / 3 first adds one to two
- * thirds of a unit in the last place. The error is 5 % above that of rounding to nearest, in one
- * instruction instead of two, and values that tf32 holds stay exact. */
+/* Rounds a tf32 operand before its mma, because the tensor cores truncate. It multiplies by
+ * 1 + 2^-10 / 3, which adds one to two thirds of a unit in the last place of tf32. The error is 5 %
+ * above that of rounding to nearest, but this takes one instruction instead of two. Values that
+ * tf32 can represent stay exact. */
 template <class T> __device__ __forceinline__ void round_operand(uint32_t *x) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(__uint_as_float(x[e]) * 1.00032552f);
     }
 }
-/* The two tiles of a stage. SHARE: a holds 1 / SHARE of k (2 for 2:4 sparsity). */
+/* The tiles of a stage, and the bytes of all stages. SHARE: the tile of a holds 1 / SHARE of k
+ * (2 for 2:4 sparsity). */
 template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
     typedef typename OperandTile<T, Tile::BM, Tile::BK / SHARE, (MODE & A_ALONG_M) != 0>::type A;
     typedef typename OperandTile<T, Tile::BN, Tile::BK, (MODE & B_ALONG_N) != 0>::type B;
@@ -209,18 +217,21 @@ template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
 };
 
 /* ---- 4 what is multiplied -------------------------------------------------------------------- */
-/* Defaults of a Product: hooks around the steps that do nothing. */
+/* Defaults of a Product: hooks around the steps, which do nothing. */
 struct DefaultProduct {
-    /* 2: a holds two of every four elements along k, and a fragment of a meets two of b. */
+    /* 1, or 2 for 2:4 sparsity: a has two of every four elements along k, and one fragment of a is
+     * multiplied with two of b. */
     static constexpr int SHARE = 1;
-    __device__ __forceinline__ void begin() {} /* step 0 has arrived */
-    __device__ __forceinline__ void before_barrier(int) {
-    } /* of step j; after the barrier, step j + 1 has arrived */
-    /* After the q-th k16 (k8, k32) of all; the bool is true for the last. */
+    /* Called when the copies of step 0 have arrived. */
+    __device__ __forceinline__ void begin() {}
+    /* Called before the barrier of step j. After that barrier, the copies of step j + 1 have
+     * arrived. */
+    __device__ __forceinline__ void before_barrier(int) { /* nothing */ }
+    /* Called after k16 number q of all steps. The bool is true for the last one. */
     template <class Sums> __device__ __forceinline__ void join(Sums &, int, bool) {}
 };
 
-/* Multiplies fragments as they are loaded. */
+/* The Product of gemm_sm80: multiplies fragments of 16-bit or tf32 operands as they are. */
 template <class T> struct MmaProduct : DefaultProduct {
     typedef float Sum;
     struct A {
@@ -234,7 +245,8 @@ template <class T> struct MmaProduct : DefaultProduct {
     }
     static __device__ __forceinline__ A ready_a(const uint32_t *x) { return ready(x); }
     static __device__ __forceinline__ B ready_b(const uint32_t *x) { return ready(x); }
-    /* Multiplies 16 rows, the warp's i-th, by 16 NT columns; kk counts k16 in the step. */
+    /* Multiplies block i of the warp's 16-row blocks by 16 NT columns. The last two arguments are
+     * i and kk, the number of the k16 in the step. */
     template <int NT>
     static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a,
                                                     const B (&b)[NT], int, int) {
@@ -247,15 +259,16 @@ template <class T> struct MmaProduct : DefaultProduct {
 };
 
 /* ---- 5 the loop ------------------------------------------------------------------------------ */
-/* Strides in elements. */
+/* Where a tile of an operand lies in global memory. */
 template <class T> struct Operand {
     const T *from_g; /* the tile's first element */
-    int64_t x, k;    /* along m or n, along k */
-    int valid;       /* rows of m or n inside the matrix */
+    int64_t x, k;    /* strides along m or n, and along k, in elements */
+    int valid;       /* rows of m or n from the tile's first one on that lie inside the matrix */
 };
 
-/* Adds a b over k to sum, for the warp's rows from warp_m and columns from warp_n on. After the
- * call, the ring may be reused after a cp_async_wait_group<0> and a barrier. */
+/* Adds the product of a and b over k to `sum`. The warp computes rows from warp_m on and columns
+ * from warp_n on of the block's tile. All threads of the block call it. The ring's shared memory
+ * may be reused after a following cp_async_wait_group<0> and a barrier. */
 template <class T, class Tile, int MODE, class Product>
 __device__ __forceinline__ void
 multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
@@ -271,7 +284,8 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     constexpr int WM = Tile::WM, WN = Tile::WN, MT = WM / 16, NT = WN / 16,
                   KK = BK * (int)sizeof(T) / (32 * SHARE);
     constexpr int AP = Feed<T, A, THREADS>::PASSES, BP = Feed<T, B, THREADS>::PASSES;
-    /* Groups of products in a step before its barrier. The copies are spread over them. */
+    /* Groups of products in a step before its barrier. The passes of the copies are spread over
+     * these groups. */
     constexpr int GROUPS = (KK - 1) * MT;
     static_assert(KK % 2 == 0,
                   "fragments alternate between two buffers, and a step ends where it began");
@@ -283,10 +297,10 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     Feed<T, B, THREADS> b_feed(b_from.from_g, MODE & B_ALONG_N ? b_from.k : b_from.x,
                                MODE & B_ALONG_N ? b_from.x : b_from.k, BK * b_from.k, thread);
     const smem_addr a_s = ring_s, b_s = a_s + STAGES * A::bytes;
-    int64_t k_left = k; /* from the next step to copy on */
+    int64_t k_left = k; /* elements of k that are not copied yet */
     uint4 a_chunks[MODE & ANY ? AP : 1], b_chunks[MODE & ANY ? BP : 1];
 
-/* Valid rows and columns of a tile; its k ends at k_valid. */
+/* The valid rows and columns of a tile whose k ends at k_valid. */
 #define A_VALID \
     (MODE & A_ALONG_M ? k_valid : m_valid), (MODE & A_ALONG_M ? m_valid : k_valid / SHARE)
 #define B_VALID (MODE & B_ALONG_N ? k_valid : n_valid), (MODE & B_ALONG_N ? n_valid : k_valid)
@@ -312,7 +326,7 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
 
     uint32_t a[2][MT][4], b[2][NT][4 * SHARE];
     const smem_addr a_base = LA::base(a_s, lane, warp_m), b_base = LB::base(b_s, lane, warp_n);
-    ring.wait(); /* step 0 has arrived, for all threads */
+    ring.wait(); /* the copies of step 0 by all threads have arrived */
     product.begin();
     if (steps > 0) {
 #pragma unroll
@@ -322,9 +336,9 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     }
     for (int j = 0; j < steps; ++j) {
         smem_addr a_at = a_base + ring.read * A::bytes, b_at = b_base + ring.read * B::bytes;
-        const smem_addr a_fill = a_s + ring.write * A::bytes,
-                        b_fill = b_s + ring.write * B::bytes; /* read in step j - 1 */
-        /* 0 after the last step. */
+        /* The stage to fill. It was read in step j - 1. */
+        const smem_addr a_fill = a_s + ring.write * A::bytes, b_fill = b_s + ring.write * B::bytes;
+        /* k_valid is 0 if no step is left to copy. */
         const int k_valid = (int)max((int64_t)0, min((int64_t)BK, k_left));
         k_left -= BK;
         if constexpr (MODE & ANY) {
@@ -343,8 +357,9 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
                 }
                 product.before_barrier(j);
                 ring.commit();
-                ring.wait(); /* step j + 1 has arrived; all have read the last fragments of step j
-                              */
+                /* After this barrier, the copies of step j + 1 have arrived, and all threads have
+                 * read the last fragments of step j. */
+                ring.wait();
                 ring.advance();
                 a_at = a_base + ring.read * A::bytes;
                 b_at = b_base + ring.read * B::bytes;
@@ -352,8 +367,9 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
             typename Product::B b_now[NT];
 #pragma unroll
             for (int n = 0; n < NT; ++n) b_now[n] = product.ready_b(b[kk % 2][n]);
-            /* Loads of the next fragments and copies are placed between the products, so that
-             * neither starves the other. After the last step the loads read a stage of zeros. */
+            /* The loads of the next fragments and the copies are placed between the products, so
+             * that loads, copies and products are issued evenly. In the last step, the loads of
+             * the next one read a stage of zeros. */
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
                 const typename Product::A a_now = product.ready_a(a[kk % 2][i]);

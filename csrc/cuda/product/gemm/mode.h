@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mode.h: how the operands of a product lie. Kernels are compiled for each mode. */
+/* mode.h: the layout of a product's operands in memory. Kernels are compiled for each mode. */
 #ifndef GPUKERN_CUDA_GEMM_MODE_H
 #define GPUKERN_CUDA_GEMM_MODE_H
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* operands.h: the operands of a Hopper gemm as TMA reads them: in place, or as aligned copies
- * (realign.h). operands_of decides this in the plan, place_copies sets addresses in the launch. It
- * is C, because plans hold the result. */
+ * (realign.h). The plan calls operands_of, which decides between the two. The launch calls
+ * place_copies, which gives the copies their addresses. This header is C, because plans hold an
+ * Operands. */
 #ifndef GPUKERN_CUDA_GEMM_OPERANDS_H
 #define GPUKERN_CUDA_GEMM_OPERANDS_H
 
@@ -13,7 +14,8 @@
 
 #include <stdlib.h>
 
-/* An operand as a tensor for TMA: rows of m or n, and k. along_x: stride 1 along m or n. */
+/* An operand as a tensor for TMA. x: its size along m or n. along_x: the stride along x is 1, else
+ * the stride along k. */
 static inline TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64_t k,
                                      int64_t x_stride, int64_t k_stride, const GemmProblem *p,
                                      const int64_t *batch, bool along_x) {
@@ -41,8 +43,8 @@ typedef struct Operands {
     int64_t bytes; /* of all copies */
 } Operands;
 
-/* Returns 0 if TMA can read the operand in place as K-major, 1 if as MN-major, else -1. needed:
- * the only acceptable answer, or -1. */
+/* Returns 0 if TMA can read the operand in place as K-major, 1 if it can as MN-major, else -1.
+ * needed: 0 or 1 if only this layout is acceptable, else -1. */
 static inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k,
                              int64_t x_stride, int64_t k_stride, const GemmProblem *p,
                              const int64_t *batch, int needed, TensorShape *s) {
@@ -54,20 +56,22 @@ static inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_
     return -1;
 }
 
-/* The dimension that should have stride 1 in a copy: 1 for x (m or n), 0 for k. */
+/* Returns the dimension that should have stride 1 in a copy: 1 for x (m or n), 0 for k. */
 static inline int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) {
     if (x == 1 || k == 1) return k == 1;
     if (x_stride == 1 || k_stride == 1) return k_stride != 1;
     return llabs(x_stride) < llabs(k_stride);
 }
 
-/* float32: WGMMA reads only K-major operands from shared memory. With swap-AB, A comes through
+/* The layout that an operand must have: 0 for K-major, 1 for MN-major, -1 for either. WGMMA reads
+ * tf32 operands from shared memory only if they are K-major. With swap-AB, A comes through
  * registers instead and must be MN-major (tf32.cuh). */
 static inline int needed_along(gk_dtype dtype, bool swapab, bool b) {
     return dtype != GK_F32 ? -1 : swapab && !b;
 }
 
-/* True if counts of tiles, and coordinates of a tile beyond the last, fit in 32 bits. */
+/* True if the numbers of tiles fit in 32 bits, and the coordinates of a tile beyond the last one,
+ * too. */
 static inline bool counts_fit(const GemmProblem *p) {
     if (p->m < 1 || p->n < 1 || p->k < 1 || p->batch < 1) return false;
     if (p->m > INT32_MAX - 512 || p->n > INT32_MAX - 512) return false;
@@ -75,8 +79,8 @@ static inline bool counts_fit(const GemmProblem *p) {
            INT32_MAX;
 }
 
-/* Finds operand i (0: a, 1: b) in place or plans a copy of it. copy: always copy. Returns false
- * if neither is possible. */
+/* Finds operand i (0: a, 1: b) in place, or plans a copy of it. needed: as in as_it_lies. copy:
+ * always copy. Returns false if neither is possible. */
 static inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands *o) {
     GemmProblem *const p = &o->p;
     const int64_t each = gk_chunk_of(dtype);
@@ -105,7 +109,7 @@ static inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Op
         if (!good) return false;
         o->bytes = gk_round_up(o->bytes, 128);
         *data = NULL;
-        o->at[i] = o->bytes; /* place_copies */
+        o->at[i] = o->bytes;
         o->bytes += realign_bytes(matrix);
         *(along ? x_stride : k_stride) = 1;
         *(along ? k_stride : x_stride) = gk_round_up(inner, each);
@@ -114,8 +118,8 @@ static inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Op
     return true;
 }
 
-/* Finds both operands of o->p. Returns false if neither they nor copies of them suit. The copies
- * get their addresses later (place_copies). */
+/* Finds both operands of o->p, in place or as planned copies, and fills in *o. Returns false if TMA
+ * can read an operand in neither way. The copies get their addresses later (place_copies). */
 static inline bool operands_of(gk_dtype dtype, bool swapab, Operands *o) {
     GemmProblem *const p = &o->p;
     if (!counts_fit(p)) return false;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* order.cuh: which tile a block takes. Blocks that run at once should share rows of a and
- * columns of b in L2. So tiles are numbered in groups of `group` rows, column by column within a
- * group.
+/* order.cuh: the order in which blocks take the tiles of a result. Blocks that run at once should
+ * share rows of a and columns of b in L2. So tiles are numbered in groups of `group` rows of tiles,
+ * column by column within a group.
  *
  *   group 2, 4 x 3 tiles:    0  2  4
  *                            1  3  5
@@ -24,10 +24,11 @@ __device__ __forceinline__ TilePlace tile_place(unsigned tile, int tiles_m, int 
     return {(int)(first + rest % rows), (int)(rest / rows)};
 }
 
-/* The same order with precomputed divisors, for blocks whose first copies wait for their first
- * tile's place. */
+/* The same order with precomputed divisors. Kernels use it if a block's first copies wait for the
+ * place of its first tile. */
 struct TileOrder {
-    /* tiles of a batch entry; of a group; rows of a group, and of the last group */
+    /* The number of tiles of a batch entry, of tiles of a group, of rows of a group, and of rows of
+     * the last group. */
     Divisor tiles, in_group, rows, last_rows;
     int tiles_m;
 };
@@ -38,7 +39,7 @@ inline TileOrder tile_order(int tiles_m, int tiles_n, int group) {
             divisor_of(group), divisor_of(last ? last : group), tiles_m};
 }
 
-/* tile: index within its batch entry */
+/* tile: index of the tile within its batch entry. */
 __device__ __forceinline__ TilePlace tile_place(unsigned tile, const TileOrder &o) {
     const unsigned group = o.in_group.into(tile), rest = tile - group * o.in_group.by,
                    first = group * o.rows.by;

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* panels.cuh: a warp's epilogue staging tiles (panels) of 16 rows x up to 128 bytes. They
- * reorder sums from accumulator order to rows. Three functions store them from there: by TMA
- * (send_panels), from registers in 16-byte chunks (send_chunks), or row by row if the result is
- * misaligned (send_rows). */
+/* panels.cuh: staging tiles (panels) in shared memory for the epilogue of Hopper's gemm. A panel
+ * has 16 rows of up to 128 bytes and belongs to one warp. store_panels.cuh and store_any.cuh use
+ * panels to reorder results from accumulator order to rows.
+ *
+ * Three functions store a warp's panels: send_panels by TMA, send_chunks from registers in 16-byte
+ * chunks, and send_rows for a misaligned result. */
 #ifndef GPUKERN_CUDA_GEMM_PANELS_CUH
 #define GPUKERN_CUDA_GEMM_PANELS_CUH
 
@@ -24,19 +26,20 @@ __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, in
     }
 }
 
-/* First column of panel i of several. If the columns are no whole panels, the last panel ends
- * with the last column and overlaps the one before. */
+/* First column of panel i, if panels of `each` columns cover `all` columns. If these are no whole
+ * number of panels, the last panel ends with the last column and overlaps the one before. */
 constexpr GK_HD int panel_first(int i, int each, int all) {
     return i * each < all - each ? i * each : all - each;
 }
 
-/* Writes a warp's 16 rows of 2 N columns to its panels, after TMA has read their last contents. */
+/* Writes a warp's 16 rows of 2 N columns to its panels, after their previous contents have been
+ * stored. */
 template <class R, class Panel, int N, bool TMA>
 __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, int lane) {
     constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8)),
                   NUM = (N + EACH - 1) / EACH;
     if (TMA && lane == 0) tma_store_wait_group_read<0>();
-    __syncwarp(); /* the last contents have been read */
+    __syncwarp(); /* the previous contents have been read */
 #pragma unroll
     for (int i = 0; i < NUM; ++i) {
         const float *const w = v + panel_first(i, EACH, N);
@@ -45,7 +48,7 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
         } else {
             const unsigned put = Panel::offset(lane % 16, 0);
 #pragma unroll
-            /* rows 0-7 and 8-15 of 8 columns, then of the next 8 */
+            /* four 8 x 8 matrices: rows 0-7 and 8-15 of 8 columns, then those of the next 8 */
             for (int j = 0; j < Panel::chunks; j += 2) {
                 const uint32_t two[4] = {
                     pack2<R>(w[4 * j], w[4 * j + 1]), pack2<R>(w[4 * j + 2], w[4 * j + 3]),
@@ -56,8 +59,8 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
     }
 }
 
-/* Stores the panels by TMA while the warp goes on. at: first column and row. One fence serves
- * all panels, because each fence waits for all of the warp's stores. */
+/* Starts TMA stores of the panels; the warp goes on meanwhile. at: first column and row. There is
+ * one fence for all panels, because each fence waits for all of the warp's writes. */
 template <class R, class Panel, int N>
 __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr panels_s,
                                             const tma_at &at, int lane) {
@@ -75,8 +78,8 @@ __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr pa
     }
 }
 
-/* Rows of COLS 16-bit results, in panels side by side, as 16-byte chunks. A pass covers whole
- * rows. */
+/* How the 32 lanes read rows of COLS 16-bit results from panels side by side, in 16-byte chunks. A
+ * pass reads IN_PASS whole rows. */
 template <class Panel, int COLS> struct panel_rows {
     static constexpr int CHUNKS = COLS / 8, IN_PASS = 32 / CHUNKS;
     /* Rows of two narrow or overlapping panels fall into the same banks. */
@@ -98,8 +101,9 @@ template <class Panel, int COLS> struct panel_rows {
     }
 };
 
-/* Stores from registers, which ends sooner than TMA starts to read shared memory. to_g: element
- * (0, 0). The matrix has `rows` rows and `cols` columns from there on. */
+/* Stores the panels from registers. This ends before TMA would begin to read shared memory. to_g:
+ * where the panels' first element goes. The matrix has `rows` rows and `cols` columns from there
+ * on. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, int rows, int cols,
                                             smem_addr panels_s, int lane) {
@@ -120,9 +124,9 @@ __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, 
             *(uint4 *)(at_g + i * Rows::IN_PASS * row_stride) = x[i];
 }
 
-/* Stores from registers if rows of the result are misaligned or end within a chunk. Each aligned
- * 16-byte chunk of a row is assembled from two chunks of the panels. The elements before and
- * after go one by one. */
+/* Stores the panels from registers if rows of the result are misaligned or end within a chunk. Each
+ * aligned 16-byte chunk of a row is assembled from two chunks of the panels. The elements before
+ * and after these chunks are stored one by one. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols,
                                           smem_addr panels_s, int lane) {

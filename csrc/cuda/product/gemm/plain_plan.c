@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plain_plan.c: the table of gemm_plain, and its plan. The plan chooses the tile of the least
- * estimated time, and the number of splits of k. A batch-invariant call of float32 uses the small
- * tile, whose sums are the most accurate, and does not split k. */
+/* plain_plan.c: the table of gemm_plain (float32 and float64 without tensor cores), and its plan.
+ * The plan chooses the tile of the least estimated time, and the number of splits of k. A
+ * batch-invariant float32 call uses the small tile, whose sums are the most accurate, and does not
+ * split k. It refuses dtypes other than float32 and float64. */
 #include "plain_plan.h"
 #include "../../../core/invariant.h"
 #include "split.h"
@@ -19,8 +20,8 @@ enum { /* key of an instance */
 
 static int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
 
-/* Lanes run along the dimension with the smaller stride. A broadcast dimension has stride 0,
- * which counts as dense. */
+/* The problem, and how its operands are loaded: lanes run along the dimension with the smaller
+ * stride. A broadcast dimension has stride 0, which counts as dense. */
 static PlainPlan call_of(const gk_gemm_args *args) {
     const gk_dtype dtype = args->a.dtype;
     PlainPlan x = {0};
@@ -67,14 +68,15 @@ static void plan_tiles(const gk_cuda_instance *instance, const gk_context *ctx,
     to->workspace_bytes = partials_bytes(p, p->splits, (size_t)gk_bits_of(instance->dtype) / 8);
 }
 
-/* Expected time: the tiles of the busiest SM, which runs PER_SM at once, and the second kernel
- * of split-K. */
+/* Expected time in us: the tiles of the busiest SM, which runs PER_SM at once, and the kernel that
+ * adds the partial sums of split-K. */
 static double us_of(const gk_cuda_instance *instance, const GemmProblem *p, const gk_gpu *gpu,
                     int percent) {
     const int64_t per_sm = instance->key[KEY_PER_SM], splits = splits_of(instance, p, gpu->num_sms);
     const int64_t busiest = gk_ceil_div(tiles_of(instance, p) * splits, gpu->num_sms),
                   last = busiest % per_sm;
-    /* With a few tiles, nothing hides their waits. */
+    /* An incomplete last round takes at least this long, because nothing hides the waits of a few
+     * tiles. */
     const double least = PLAIN_ALONE_PERCENT * 0.01 * (double)per_sm;
     const double tiles = (double)(busiest - last) + (last == 0              ? 0
                                                      : (double)last > least ? (double)last
@@ -130,9 +132,9 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
         plan_tiles(&instances[PlainF64], ctx, &x, to);
         return true;
     }
-    /* With few tiles, the small tile's two-level sums keep the error down: one chain of sums
-     * errs more than twice as much as a split of k would. It also spares small calls the host
-     * time of the estimates. */
+    /* With few tiles, use the small tile. It sums k in two levels, which keeps the error small: a
+     * single chain of sums has more than twice the error of a split of k. This also spares small
+     * calls the host time of the estimates. */
     if (gk_batch_invariant() || tiles_of(middle, p) < gpu->num_sms) {
         plan_tiles(small, ctx, &x, to);
         return true;

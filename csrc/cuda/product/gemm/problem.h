@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* problem.h: the problem of core/gemm_problem.h as CUDA's gemm kernels take it.
  *
- * gemm_problem_of adds to it what the GPU's plans need: strides of dimensions of size 1 that suit
- * vector loads, and which tensors allow 16-byte accesses. a and b may be exchanged (gemm_swapped).
- * It is C, because plans hold it. */
+ * gemm_problem_of adds two things that the GPU's plans need. It gives dimensions of size 1 strides
+ * that allow vector loads, and it notes which tensors allow 16-byte accesses. gemm_swapped
+ * exchanges a and b. This header is C, because plans hold a GemmProblem. */
 #ifndef GPUKERN_CUDA_GEMM_PROBLEM_H
 #define GPUKERN_CUDA_GEMM_PROBLEM_H
 
@@ -40,8 +40,8 @@ static inline void gemm_vectors(GemmProblem *p) {
 static inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
     GemmProblem p = gk_gemm_problem_of(args);
     GemmEpilogue *const e = &p.epilogue;
-    /* A stride along a dimension of size 1 has no meaning. Set it to the value that suits: 1
-     * along k, else 0. */
+    /* A stride along a dimension of size 1 has no meaning. Set it to the value that allows vector
+     * loads: 1 along k, else 0. */
     if (p.m == 1) {
         p.a_m = 0;
         e->out_row = e->preact_row = e->c_row = 0;

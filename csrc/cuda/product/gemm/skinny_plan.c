@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* skinny_plan.c: the table of gemm_skinny, and its plan. The plan chooses the number of weights of
- * a tile, so that every SM gets equally many tiles, and the smallest instance that holds it. Warps
- * split k, so batch-invariant calls, whose M may be any, never come here. */
+/* skinny_plan.c: the table of gemm_skinny (up to 16 rows of a or columns of b), and its plan. The
+ * plan chooses the number of weights of a tile, so that every SM gets equally many tiles, and then
+ * the smallest instance that holds such a tile.
+ *
+ * Refuses: dtypes other than bfloat16 and float16, operands that `fits` does not accept, few
+ * misaligned weights (SKINNY_MISALIGNED_LEAST), and batch-invariant calls. The kernel serves small
+ * M only and its warps split k, so its bits differ from those of the kernels for larger M. */
 #include "skinny_plan.h"
 #include "../../../core/invariant.h"
 #include "prices.h"
@@ -13,7 +17,7 @@ enum {             /* key of an instance */
     KEY_TOKENS,    /* most rows of a */
     KEY_ROWS,      /* most weights of a tile */
     KEY_SMEM,      /* bytes of shared memory */
-    KEY_MISALIGNED /* whether it takes misaligned rows */
+    KEY_MISALIGNED /* 1 if the instance takes misaligned rows */
 };
 
 static bool is_aligned(const GemmProblem *p, gk_dtype dtype) {
@@ -22,8 +26,8 @@ static bool is_aligned(const GemmProblem *p, gk_dtype dtype) {
     return p->n % 8 == 0 && gemm_aligned(p->b, dtype, p->b_k, p->b_batch, p->ndim);
 }
 
-/* If k is shorter than a step of the block, some warps have no work. Kernels with small tiles
- * are then faster. */
+/* True if the kernel can compute the problem. If k is shorter than a step of the block, some warps
+ * would have no work, and kernels with small tiles are faster. */
 static bool fits(const GemmProblem *p, gk_dtype dtype, bool misaligned) {
     if (p->m > SKINNY_MAX_TOKENS || p->m == 0 || p->k < SKINNY_BLOCK_STEP) return false;
     return p->a_k == 1 && (p->b_k == 1 || p->b_n == 1) && is_aligned(p, dtype) != misaligned;
@@ -44,7 +48,8 @@ static bool find_problem(const gk_gemm_args *args, bool misaligned, GemmProblem 
     return good;
 }
 
-/* Chooses the weights of a tile (`group`) so that every SM gets equally many tiles. */
+/* Finds the problem, and chooses the number of weights of a tile (p->group) so that every SM gets
+ * equally many tiles. Returns false if the kernel cannot compute it. */
 static bool plan_problem(const gk_context *ctx, const gk_gemm_args *args, bool misaligned,
                          GemmProblem *p) {
     if (!find_problem(args, misaligned, p)) return false;
@@ -72,7 +77,7 @@ static bool serves(const gk_cuda_instance *instance, const gk_context *ctx, cons
            gk_gpu_of(ctx->index)->smem_per_block >= instance->key[KEY_SMEM];
 }
 
-/* The lowest address of a [batch][x][k] operand. */
+/* The lowest address of a 16-bit operand [batch][x][k], whose strides may be negative. */
 static uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
                         const GemmProblem *p, const int64_t *batch) {
     int64_t at = gk_min_i64(0, (x - 1) * x_stride) + gk_min_i64(0, (k - 1) * k_stride);
@@ -80,7 +85,7 @@ static uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride
     return (uintptr_t)data + (uintptr_t)(at * 2);
 }
 
-/* Fills in the rest of the plan; its problem has been planned. */
+/* Fills in the rest of the plan. plan_problem has filled in its problem. */
 static void plan_instance(const gk_cuda_instance *instance, const gk_context *ctx, gk_plan *to) {
     SkinnyPlan *const own = GK_OWN(SkinnyPlan, to);
     const GemmProblem *const p = &own->p;
@@ -91,7 +96,7 @@ static void plan_instance(const gk_cuda_instance *instance, const gk_context *ct
     to->tile[1] = p->group;
     to->tile[2] = SKINNY_BLOCK_STEP;
     to->tasks = (int64_t)p->tiles_n * p->batch;
-    /* tiles that a block takes one after the other */
+    /* the number of tiles that a block takes one after the other */
     to->waves = (double)gk_ceil_div(to->tasks, skinny_blocks(ctx, p));
 }
 

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sm80_plan.c: the table of gemm_sm80, and its plan. The plan estimates the time of every instance
- * with every number of splits of k, and uses the fastest combination. A batch-invariant call is not
- * split: then all tiles add k in the same order. */
+ * with every number of splits of k, and uses the fastest combination. A batch-invariant call does
+ * not split k, so that all tiles add k in the same order.
+ *
+ * Refuses: float64, float32 without tf32, and tf32 with operands of any alignment or with one row
+ * or column. */
 #include "sm80_plan.h"
 #include "../../../core/invariant.h"
 #include "split.h"
@@ -21,7 +24,7 @@ enum { /* key of an instance */
     KEY_ANY      /* ANY in the instances that serve every alignment, else 0 */
 };
 
-/* The layout of both operands. ANY if the rows of either are not whole 16-byte chunks. */
+/* The layout of both operands. It contains ANY if rows of either are not whole 16-byte chunks. */
 static int mode_of(const GemmProblem *p, gk_dtype dtype) {
     const bool a_k = p->a_k == 1 && gemm_aligned(p->a, dtype, p->a_m, p->a_batch, p->ndim);
     const bool a_m = p->a_m == 1 && gemm_aligned(p->a, dtype, p->a_k, p->a_batch, p->ndim);
@@ -40,9 +43,9 @@ typedef struct Splits {
 
 static const double FOREVER_US = 1e30;
 
-/* Estimates the time of an instance over all numbers of splits: the blocks of the busiest SM,
- * one after the other or PER_SM at once, and the second kernel of split-K. It stops early if no
- * time below `below` is possible; us is then `below`. */
+/* Finds the number of splits of k with the least estimated time of an instance. The estimate is the
+ * time of the busiest SM's blocks, of which PER_SM run at once, and of the kernel that adds the
+ * partial sums. If no time is below `below`, us is `below`. */
 static Splits splits_of(const gk_cuda_instance *instance, const gk_gpu *gpu, const GemmProblem *p,
                         double below) {
     const int32_t *key = instance->key;
@@ -63,7 +66,7 @@ static Splits splits_of(const gk_cuda_instance *instance, const gk_gpu *gpu, con
         const double reduce = reduce_us(p, parts);
         if (parts > 1 && BLOCK_US + reduce >= best.us) break; /* reduce only grows with s */
         const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
-        /* Nothing hides a lone block's waits. */
+        /* With few blocks on an SM, nothing hides their waits. */
         const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1;
         const double us = (double)(busiest * each) * step_us * alone +
                           BLOCK_US * (double)gk_ceil_div(busiest, per_sm) + reduce;
@@ -76,7 +79,7 @@ static Splits splits_of(const gk_cuda_instance *instance, const gk_gpu *gpu, con
     return best;
 }
 
-/* Whether any instance serves the call. */
+/* True if some instance serves the call. */
 static bool serves(const gk_gemm_args *args, const GemmProblem *p) {
     if (args->a.dtype == GK_F64) return false;
     if (args->a.dtype != GK_F32) return true;

@@ -1,13 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm90_plan.c: the tables of Hopper's gemm, and their plan. The plan chooses the instance among the
- * kernels of four .cu files (gemm_sm90a, gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a),
- * the shape of its clusters, and whether operands are read in place or copied. The choice minimises
- * an estimated time. Its constants are in prices.h and instances.def.
+/* sm90_plan.c: the tables of Hopper's gemm, and their plan.
  *
- * In a batch-invariant call, the instances that do not split k stand for choice, for every M. Each
- * of their results is one chain of WGMMAs over k, so all tiles have the same bits
- * (tests/ops/test_batch_invariant.py). Swap-AB has the same sums, but its activations round
- * otherwise. In 16 bits it is left out; in tf32 the layout of b decides, not M. */
+ * Dispatch calls plan_best through gk_gemm_sm90a_table. It chooses an instance among the kernels of
+ * four .cu files (gemm_sm90a, gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a). It also
+ * chooses the shape of the clusters, and whether each operand is read in place or copied first. The
+ * choice has the least estimated time. The estimate's constants are in prices.h and instances.def.
+ *
+ * A batch-invariant call must give a row of a the same bits for every M. Its candidates are the
+ * instances that do not split k. Each result is then one chain of WGMMAs over k, so all tiles give
+ * the same bits (tests/ops/test_batch_invariant.py). 16-bit swap-AB has the same sums but is left
+ * out, because its activations round differently. In tf32 the layout of b alone decides whether
+ * swap-AB is used, so M makes no difference.
+ *
+ * Refuses, so that another table serves the call: dtypes other than bfloat16, float16 and tf32;
+ * operands that TMA can read neither in place nor as a copy; and calls for which gemm_skinny or
+ * gemm_sm80 is expected to be faster. */
 #include "sm90_plan.h"
 #include "../../../core/invariant.h"
 #include "tables.h"
@@ -15,8 +22,8 @@
 GK_PLAN_HOLDS(HopperPlan);
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
-/* The problem as the instance computes it. Swap-AB exchanges a and b. The epilogue keeps the
- * strides of the original problem. */
+/* The problem as the instance computes it. Swap-AB exchanges a and b, but its epilogue writes the
+ * original result, so the epilogue's strides stay those of the original problem. */
 static GemmProblem problem_of(const GemmProblem *p, bool swapab) {
     if (!swapab) return *p;
     GemmProblem t = gemm_swapped(p);
@@ -71,11 +78,13 @@ static Clusters clusters_of(const gk_cuda_instance *instance, const gk_gpu *gpu,
     return across ? rows : columns;
 }
 
-/* Whether a cluster of two columns of tiles stays in step. Its blocks keep in step only by the
- * parts that they copy for each other. If the result ends early along both edges, a block may
- * receive nothing from its row and nothing from most of its column. It would run ahead and
- * release a stage a second time while a third block still reads it. So along one edge the last
- * tile must need some of every part that is copied. */
+/* True if no block of a cluster of two columns of tiles (GRID) can run ahead of the others.
+ *
+ * The blocks wait for each other only through the multicast copies that they receive. At a corner
+ * of the result, a block's tile may lie outside the matrix. Its neighbours in the row then send it
+ * nothing, and most neighbours in the column do not either. That block would run ahead and release
+ * a stage a second time while a third block still reads the stage. This cannot happen if, along
+ * one of the two edges, the last tile needs some part of every multicast copy. */
 static bool keeps_step(const gk_cuda_instance *instance, const GemmProblem *p) {
     if (!is(instance, GRID)) return true;
     const int64_t bm = instance->key[KEY_BM], bn = instance->key[KEY_BN],
@@ -90,17 +99,18 @@ typedef struct Estimate {
     int64_t halved; /* tiles of the last wave that are halved along k, counted in clusters */
 } Estimate;
 
-/* Time of a tile: about the longest of its products, its copies into the SM, and the copies of
- * all `blocks` blocks out of L2. The fourth-power norm accounts for two that take equally long
- * and slow each other. */
+/* Time of one tile in us: about the maximum of the time of its products, of its copies into the
+ * SM, and of the copies of all `blocks` blocks out of L2. It is the fourth-power norm of the three
+ * rather than their maximum, because two that take equally long slow each other. */
 static double tile_us(double products_us, double bytes, double l2_bytes, double blocks) {
     const double copies_us = bytes / SM_BYTES_PER_US, l2_us = l2_bytes * blocks / L2_BYTES_PER_US;
     const double a = products_us * products_us, b = copies_us * copies_us, c = l2_us * l2_us;
     return sqrt(sqrt(a * a + b * b + c * c));
 }
 
-/* Adds up waves of clusters. The last wave has fewer clusters, which find L2 less busy. mode:
- * layout of the operands (Mode). */
+/* Estimates the time of the call with this instance: the sum over waves of clusters. The last wave
+ * may have fewer clusters, which then share L2's bandwidth among fewer blocks. mode: layout of the
+ * operands (Mode). */
 static Estimate estimate_of(const gk_cuda_instance *instance, const gk_gpu *gpu,
                             const GemmProblem *p, int mode) {
     const int64_t bm = instance->key[KEY_BM], bn = instance->key[KEY_BN],
@@ -114,7 +124,7 @@ static Estimate estimate_of(const gk_cuda_instance *instance, const gk_gpu *gpu,
     const double peak = 8192 / element * gpu->clock_khz * 1e-3 * instance->key[KEY_PERCENT] * 0.01;
     const double k = (double)gk_round_up(p->k, SM90_ROW_BYTES / (int64_t)element) / (double)splits;
     const double products_us = 2.0 * (double)(bm * bn) * k / peak;
-    /* An MN-major operand is copied in boxes of 64. */
+    /* Bytes of each operand for a tile. An MN-major operand is copied in boxes of 64 rows. */
     const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
                  b = k * element * (double)(mode & B_ALONG_N ? gk_round_up(bn, 64) : bn);
     const double sharers = instance->key[KEY_TILES], l2_bytes = is(instance, GRID)
@@ -217,7 +227,7 @@ static bool ping_pong_fits(const GemmProblem *p, gk_dtype dtype) {
 }
 
 /* ---- instances ------------------------------------------------------------------------------- */
-/* Fills in the plan for this instance; its operands have been found. */
+/* Fills in the plan for this instance. own->operands has been filled in by operands_of. */
 static bool plan_instance(const gk_cuda_instance *instance, const gk_gpu *gpu, int64_t halved,
                           gk_plan *to) {
     HopperPlan *const own = GK_OWN(HopperPlan, to);
@@ -264,8 +274,8 @@ static bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const 
 }
 
 /* ---- the choice ------------------------------------------------------------------------------ */
-/* How Hopper's kernels compute a product. If M or N is small, the time is bound by
- * reading the long operand, which is streamed past the short one. */
+/* How Hopper's kernels compute a product. If M or N is small, the time is bound by reading the long
+ * operand, which is streamed past the short one. */
 typedef enum Way {
     BY_TILES, /* tiles of the result */
     SMALL_M,  /* swap-AB for a small M: b is streamed */
@@ -279,7 +289,7 @@ static Way way_of(const GemmProblem *p, gk_dtype dtype) {
     return BY_TILES;
 }
 
-/* The key of a cached choice: all that the choice depends on. */
+/* The key of a cached choice. It has everything that the choice depends on. */
 typedef struct Question {
     const gk_gpu *gpu;
     int64_t m, n, k, batch;
@@ -354,7 +364,7 @@ static Choice *kept_choice(const Question *q) {
     return &kept[mixed >> 32 & (KEPT_CHOICES - 1)];
 }
 
-/* Looks the choice up in the cache, or makes it. The operands have been found. */
+/* Looks the choice up in the cache, or makes it. o: the operands, filled in by operands_of. */
 static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bool swapab,
                         Way way) {
     const GemmProblem *const p = &o->p;
@@ -378,10 +388,12 @@ static Choice choice_of(const gk_gpu *gpu, gk_dtype dtype, const Operands *o, bo
     return *choice;
 }
 
-/* Swap-AB for larger M of 16 bits: M may fit the column counts of WGMMA better than N does. It is
- * limited to M < N and long k: of 47 products that the estimate gave to such a tile, those with
- * M > N or short k took up to 23 % longer than with the best other instance
- * (docs/worklog/gemm.md). Replaces the operands and the choice if that is faster. */
+/* Replaces the operands and the choice by swap-AB if its estimate is shorter. This is for 16-bit
+ * calls beyond small M, because M may fit WGMMA's column counts better than N does.
+ *
+ * It is limited to M < N and long k. The estimate alone gave such a tile to 47 measured products,
+ * and those with M > N or short k took up to 23 % longer than with the best other instance
+ * (docs/worklog/gemm.md). */
 static void consider_swapped(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p, Operands *o,
                              Choice *best) {
     if (dtype == GK_F32 || p->k < SM90_SWAPAB_K || gk_batch_invariant()) return;
@@ -396,8 +408,8 @@ static void consider_swapped(const gk_gpu *gpu, gk_dtype dtype, const GemmProble
     }
 }
 
-/* Whether kernels that read the operands in place are the better choice. p: the problem before the
- * copies. us: the expected time of copies and product together. */
+/* True if a kernel that reads the operands in place is expected to be faster than copies and
+ * Hopper's kernel together, which take `us`. p: the problem before the copies. */
 static bool better_in_place(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem *p,
                             const Operands *o, Way way, double us) {
     if (o->bytes == 0 || gk_batch_invariant()) return false;
@@ -405,9 +417,9 @@ static bool better_in_place(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem
     if (way == SMALL_N && o->copied[0]) return true;
     const bool chunks = in_chunks(p->a, dtype, p->a_m, p->a_k, p->a_batch, p->ndim) &&
                         in_chunks(p->b, dtype, p->b_n, p->b_k, p->b_batch, p->ndim);
-    /* Small M: gemm_skinny streams the weights of up to 16 rows faster than they are copied. It
-     * cannot stream weights without a dimension of stride 1, and copies would expand broadcast
-     * ones. */
+    /* Small M: for up to 16 rows, gemm_skinny streams the weights in less time than a copy takes.
+     * It needs weights with a dimension of stride 1. Broadcast weights are never copied, since a
+     * copy would expand them. */
     const bool streamed =
         p->b_k == 0 || p->b_n == 0 || (p->m <= SKINNY_MAX_TOKENS && (p->b_k == 1 || p->b_n == 1));
     if (way == SMALL_M && o->copied[0] && (chunks || streamed || o->bytes > REALIGN_FEW_BYTES))
@@ -415,7 +427,8 @@ static bool better_in_place(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem
     return us >= in_place_us(gpu, dtype, p, chunks);
 }
 
-/* Few tiles of tf32: gemm_sm80 splits k over all SMs and may be faster. */
+/* True if gemm_sm80 is expected to be faster. This happens for tf32 with few tiles, because
+ * gemm_sm80 splits k over all SMs. */
 static bool sm80_is_faster(const gk_context *ctx, const gk_gemm_args *args, double us) {
     gk_plan other;
     return args->a.dtype == GK_F32 && us < FEW_TILES_US && !gk_batch_invariant() &&
@@ -462,7 +475,8 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
 #define SM90_TF32_SWAP_AB SM90_TF32
 #include "instances.def"
 
-/* A build for 80 alone has no code of the _sm90a.cu files, and tables.c leaves these tables out. */
+/* A build for sm_80 alone has no code of the _sm90a.cu files. Launch functions are then NULL, and
+ * tables.c leaves these tables out. */
 #ifdef GPUKERN_HAS_SM90A
 #define GK_LAUNCH_SM90A(id) GK_LAUNCH(id)
 #else

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm90_plan.h: what the plan of a gemm on Hopper (sm90_plan.c) hands to its launch
- * (hopper_launch.cuh). */
+/* sm90_plan.h: the plan of a gemm on Hopper. sm90_plan.c fills it in, and hopper_launch.cuh
+ * launches it. The key of an instance is explained here, too. */
 #ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_H
 #define GPUKERN_CUDA_GEMM_SM90_PLAN_H
 
@@ -10,11 +10,11 @@ enum {
     SM90_ROW_BYTES = 128 /* bytes of k in a row of an operand's tile in shared memory */
 };
 
-enum {      /* key of an instance */
-    KEY_BM, /* rows and columns of a tile */
+enum { /* key of an instance; BM, BN and BK are the tile's rows, columns and k of a stage */
+    KEY_BM,
     KEY_BN,
     KEY_TILES,   /* tiles of a cluster */
-    KEY_PERCENT, /* of the dense peak */
+    KEY_PERCENT, /* percent of the dense peak that the products reach */
     KEY_SMEM,    /* bytes of shared memory */
     KEY_SPLITS,  /* blocks of a cluster that split k */
     KEY_TRAITS,
@@ -23,7 +23,7 @@ enum {      /* key of an instance */
 typedef enum Trait {
     SWAPAB = 1,
     PING_PONG = 2,
-    NARROW = 4, /* for small N */
+    NARROW = 4, /* narrow tiles, for small N */
     HALVES = 8, /* the tiles of the last wave may be halved along k */
     GRID = 16   /* a cluster has two columns of tiles and shares both operands */
 } Trait;
@@ -41,7 +41,7 @@ static inline int cluster_of(const gk_cuda_instance *instance) {
     return instance->key[KEY_TILES] * instance->key[KEY_SPLITS];
 }
 
-/* The result, or preact, as a tensor that TMA writes. */
+/* The result, or with `preact` the pre-activation, as a tensor that TMA writes. */
 static inline TensorShape result_of(const GemmProblem *p, bool swapab, bool preact) {
     const GemmEpilogue *const e = &p->epilogue;
     return operand_of(preact ? e->preact : e->out, e->out_dtype, swapab ? p->n : p->m,
@@ -49,18 +49,19 @@ static inline TensorShape result_of(const GemmProblem *p, bool swapab, bool prea
                       preact ? p->preact_batch : p->out_batch, false);
 }
 
-/* True if results have the operands' dtype and rows of whole chunks of 16 bytes. TMA would write
- * beyond a last column that ends within a chunk. */
+/* True if results have the operands' dtype and rows of whole chunks of 16 bytes. If the last column
+ * ended within a chunk, TMA would write beyond it. */
 static inline bool whole_chunks(const GemmProblem *p, gk_dtype dtype, bool swapab) {
     const GemmEpilogue *const e = &p->epilogue;
     return e->out_dtype == dtype && e->out_vectors && gk_whole_chunks(dtype, swapab ? p->m : p->n);
 }
 
-/* The plan's own part. */
+/* The part of gk_plan that Hopper's gemm defines. */
 typedef struct HopperPlan {
-    Operands operands; /* its p has the number of tiles */
+    Operands operands; /* operands.p has the numbers of tiles */
     unsigned clusters; /* clusters to launch */
-    /* Clusters' tiles that are one task each. Every other one is two tasks, halved along k. */
+    /* The first `whole` tiles of clusters are one task each. Every later one is halved along k and
+     * is two tasks. */
     unsigned whole;
     bool in_row; /* the tiles of a cluster form a row */
 } HopperPlan;

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_any.cuh: the fallback store, which serves every epilogue, result dtype and stride. It
- * goes from registers through one panel of floats. */
+/* store_any.cuh: the fallback store of Hopper's gemm, for every epilogue, result dtype and stride.
+ * gemm_sm90a.cu and gemm_tf32_sm90a.cu call it. The sums go from registers through one panel of
+ * floats. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_ANY_CUH
 #define GPUKERN_CUDA_GEMM_STORE_ANY_CUH
 
 #include "epilogue.cuh"
 #include "panels.cuh"
 
-/* Stores 32 columns at a time. The loop is not unrolled: one copy of its code shifts the sums
- * down instead. A lane stores 8 columns of a row. With `across`, the result's rows are not
- * dense, and a lane stores 8 rows of a column, so that neighbouring lanes write neighbouring
- * addresses. */
+/* Stores a warp's 16 rows x BN columns, 32 columns at a time. The loop is not unrolled, so that its
+ * code exists once: each pass takes the first 16 sums and shifts the others down. A lane stores 8
+ * columns of a row. With `across`, the columns of the result are dense instead of its rows. A lane
+ * then stores 8 rows of a column, so that neighbouring lanes still write neighbouring addresses. */
 template <class R, int BN>
 __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at,
                                           float (&sum)[BN / 2], smem_addr panel_s, int64_t row0,

@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_panels.cuh: stores results of the kernel's narrow type, or of float32 for tf32, through
- * a warp's staging panels. They leave by TMA under the next tile's products, or from registers
- * if a block seldom has a next tile. x: the kernel's Params, with tensor maps `out` and
- * `preact`. */
+/* store_panels.cuh: the usual store of Hopper's gemm. It applies the epilogue to a warp's
+ * accumulators and stores results of the kernel's narrow type (for tf32: of float32) through the
+ * warp's staging panels.
+ *
+ * Large tiles are stored by TMA, which runs while the next tile is multiplied. Small tiles are
+ * stored from registers, because a block seldom has a next tile. In all functions x is the kernel's
+ * Params. It has the tensor maps `out` and `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
 #define GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
 
@@ -13,24 +16,24 @@
 
 /* The variants of the store for results of a's dtype. */
 enum Store {
-    /* Sums times alpha, in rows of whole 16-byte chunks. Straight-line code, because all code is
-     * cold in a launch that has one tile a block. */
+    /* Results are sums times alpha, in rows of whole 16-byte chunks. The code has no loop, because
+     * in a launch with one tile for each block no code is in the instruction cache. */
     STORE_SUMS,
-    /* Rows of whole chunks. No activation, or relu; for 16 bits no preact, and a bias that is
-     * read in pairs. */
+    /* Rows of whole chunks, and no activation but relu. 16-bit results also have no preact, and
+     * their bias can be read in pairs. */
     STORE_CHEAP,
     STORE_ACTIVATED, /* rows of whole chunks, any activation */
-    /* Any activation, c, and rows of any alignment. One variant for all of these takes a third
-     * less time to compile. */
+    /* Any activation, c, and rows of any alignment. One variant serves all of these, because this
+     * takes a third less time to compile. */
     STORE_UNALIGNED
 };
 
-/* Stores the panels' contents to the result, or to preact, at position `at`. */
+/* Stores the panels' contents to the result, or with to_preact to preact, at position `at`. */
 template <class R, class Panel, int N, bool UNALIGNED, bool TMA, class Params>
 __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr panels_s,
                                      const tma_at &at, unsigned batch, int lane) {
     if (TMA && !(UNALIGNED && x.unaligned)) {
-        if (to_preact) /* two calls: a pointer chosen at run time would be read back lane by lane */
+        if (to_preact) /* two calls: a map chosen at run time would be fetched lane by lane */
             send_panels<R, Panel, N>(&x.preact, panels_s, at, lane);
         else
             send_panels<R, Panel, N>(&x.out, panels_s, at, lane);
@@ -42,8 +45,8 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
             (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
         const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
         if (UNALIGNED && x.unaligned) {
-            /* Wide tiles read laneid() again, so that no register holds it, or values derived
-             * from it, over the products. */
+            /* Large tiles read laneid() again. Otherwise registers would hold it and the values
+             * derived from it while the tile is multiplied. */
             const int late = TMA ? laneid() : lane;
             send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, late);
         } else if constexpr (!TMA)
@@ -52,19 +55,20 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
     }
 }
 
-/* A warp's 16 rows x 2 N columns of results of type R, as accumulators. A Where of epilogue.cuh.
- * x: the kernel's Params. */
+/* The Where of epilogue.cuh for a warp's accumulators: 16 rows x 2 N columns of results of type
+ * R. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params>
 struct Accumulators : EveryEpilogue {
     static constexpr bool UNALIGNED = STORE == STORE_UNALIGNED,
                           ACTIVATED = STORE >= STORE_ACTIVATED;
-    /* True if it handles preact and any bias. */
+    /* True if this variant handles preact and every bias. */
     static constexpr bool ALL = ACTIVATED || (STORE == STORE_CHEAP && element<R>::bits == 32);
     static constexpr bool C = UNALIGNED, PREACT = ALL, OWN_BIAS = true;
-    /* Small tiles write twice: after a loop over the two writes, the compiler keeps the stages'
-     * addresses out of uniform registers, which costs every step 5 instructions. */
+    /* Small tiles have the code of the write twice. With a loop over the two writes, the compiler
+     * does not keep the stages' addresses in uniform registers, which costs 5 instructions in every
+     * step. */
     static constexpr bool ONE_WRITE = TMA;
-    /* Columns whose bias or c is read at once. More would take too many registers. */
+    /* Accumulators whose bias or c is read at once. More would need too many registers. */
     static constexpr int PART = N % 32 == 0 ? 32 : N;
     template <int> static constexpr int C_AT_ONCE = PART;
 
@@ -78,7 +82,7 @@ struct Accumulators : EveryEpilogue {
                                             const tma_at &place, unsigned entry, int of_warp)
         : x(call), panels_s(panels), at(place), batch(entry), lane(of_warp) {}
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
-        if constexpr (OWN_EPILOGUE) return;             /* it has neither */
+        if constexpr (OWN_EPILOGUE) return;             /* it has neither alpha nor a bias */
         if (STORE != STORE_SUMS && x.p.epilogue.bias) { /* a branch: adding 0 turns -0 into +0 */
 #pragma unroll
             for (int j = 0; j < N; j += PART) {
@@ -104,7 +108,8 @@ struct Accumulators : EveryEpilogue {
         else if (STORE == STORE_CHEAP && x.p.epilogue.activation == GK_ACT_RELU)
             activate_16<N>(GK_ACT_RELU, v);
     }
-    /* In accumulator order: a lane has two rows, and two columns of each eight. */
+    /* Applies the own epilogue of a compiled kernel (own_epilogue.cuh). In accumulator order, a
+     * lane has two rows, and two of every eight columns. */
     __device__ __forceinline__ void finish_own(float *v) const {
         if constexpr (OWN_EPILOGUE) {
             const int row = at.c[1] + lane / 4, col = at.c[0] + lane % 4 * 2;
@@ -121,7 +126,7 @@ struct Accumulators : EveryEpilogue {
     }
 };
 
-/* Stores 2 N columns of a warp's 16 rows and advances `at`. */
+/* Stores 2 N columns of a warp's 16 rows, and advances `at` behind them. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params>
 __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s,
                                            tma_at &at, unsigned batch, int lane) {
@@ -130,16 +135,16 @@ __device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr 
     at.c[0] += 2 * N;
 }
 
-/* How many of a lane's n accumulators one store_some call takes. At most `room` fit the warp's
- * panels, `panel` fit one. STORE_SUMS takes whole panels. The others take equal parts, so that
- * their code is emitted once. */
+/* How many of a lane's n accumulators one call of store_some writes. At most `room` fit into the
+ * warp's panels, and `panel` fit into one panel. STORE_SUMS writes whole panels. The other variants
+ * write equal passes, so that their code is emitted once. */
 constexpr int sums_at_once(int n, Store store, int room, int panel) {
     if (store == STORE_SUMS && n % panel == 0) return room < n ? room : n;
     return n / ((n + room - 1) / room);
 }
 
-/* Stores a lane's N sums. All variants but STORE_SUMS use one copy of the code in a loop that
- * shifts the sums down. */
+/* Stores a warp's 16 rows; a lane has N sums. The code of all variants but STORE_SUMS exists once,
+ * in a loop that shifts the sums down. */
 template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N>
 __device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], smem_addr panels_s,
                                              tma_at at, unsigned batch, int lane) {

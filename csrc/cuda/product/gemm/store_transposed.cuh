@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_transposed.cuh: the store of swap-AB products, whose accumulators hold the transposed
- * result. It transposes through shared memory: a warpgroup's 64 rows become columns of the
- * result. tf32 has its own store (tf32.cuh), because its lanes hold four neighbouring results. */
+/* store_transposed.cuh: the store of 16-bit swap-AB products (gemm_swapab_sm90a.cu), whose
+ * accumulators hold the transposed result. It transposes them through shared memory: a warpgroup's
+ * 64 rows become 64 columns of the result.
+ *
+ * tf32 has a store of its own (tf32.cuh), because its lanes hold four neighbouring results. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH
 #define GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH
 
@@ -10,8 +12,8 @@
 #include "../../layout/wgmma.cuh"
 #include "epilogue.cuh"
 
-/* Stores eight neighbours, sums times alpha, as one 16-byte chunk. keep: keep it in L2 for the
- * next kernel. A Where of epilogue.cuh. */
+/* The Where of epilogue.cuh that stores eight neighbouring sums times alpha as one 16-byte chunk.
+ * keep: ask L2 to keep the chunk for the next kernel. */
 template <class R> struct SumsChunk : EveryEpilogue {
     static constexpr bool C = false, PREACT = false, OWN_BIAS = true;
     const GemmEpilogue &e;
@@ -39,8 +41,9 @@ template <class R> struct SumsChunk : EveryEpilogue {
     }
 };
 
-/* Stores a warpgroup's 64 rows as columns of the result, and its COLS columns as rows. no_epilogue:
- * the epilogue only multiplies by alpha, and rows are whole 16-byte chunks. */
+/* Stores a warpgroup's 64 rows as columns of the result, and its COLS columns as rows. All 128
+ * threads call it. no_epilogue: the epilogue only multiplies by alpha, and rows of the result are
+ * whole 16-byte chunks. */
 template <class R, int COLS, int LD>
 __device__ __forceinline__ void store_transposed(const GemmProblem &p, const OwnPlace &at,
                                                  const float (&sum)[COLS / 2], float *staging,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tiles.h: the tiles of instances.def as types, with which kernels are instantiated, and the tuned
- * numbers that only kernels read, with the measurement behind each. */
+/* tiles.h: the tiles of instances.def as types, with which gemm's kernels are instantiated. It also
+ * has the tuned numbers that only kernels read, with the measurement behind each one. prices.h has
+ * those that plans read. */
 #ifndef GPUKERN_CUDA_GEMM_TILES_H
 #define GPUKERN_CUDA_GEMM_TILES_H
 
@@ -22,7 +23,8 @@ template <int M, int N, int S, int WARPGROUPS, int WARP_PANELS, int CLUSTER, int
 struct HopperTile {
     static constexpr int BM = M, BN = N, STAGES = S, WGS = WARPGROUPS, PANELS = WARP_PANELS;
     static constexpr int TILES = CLUSTER, SPLITS = OF_K, K64 = STEPS;
-    /* Tiles of a cluster that lie in a row; 0: the plan chooses all or one for each call. */
+    /* Columns of tiles of a cluster. 0: the plan chooses for each call whether the tiles of a
+     * cluster form a row or a column. */
     static constexpr int ACROSS = CLUSTER == 8 ? 2 : 0;
     static constexpr bool SWAP_AB = false, PING_PONG = false;
 };
@@ -49,7 +51,8 @@ struct HopperTile {
 #include "instances.def"
 
 /* ---- Hopper's gemm --------------------------------------------------------------------------- */
-/* Registers a thread of the producer and of the consumers. Three warpgroups start with 168 each. */
+/* Registers of a thread of the producer and of the consumers, for setmaxnreg. A thread of three
+ * warpgroups starts with 168. */
 constexpr int producer_regs(bool ping_pong) { return ping_pong ? 40 : 56; }
 constexpr int consumer_regs(bool ping_pong) { return ping_pong ? 232 : 224; }
 static_assert(producer_regs(false) + 2 * consumer_regs(false) <= 3 * 168 &&
@@ -60,15 +63,16 @@ static_assert(producer_regs(false) + 2 * consumer_regs(false) <= 3 * 168 &&
 constexpr int MOST_RING = 4 * 48 * 1024;
 
 /* ---- gemm_realign_sm90a ---------------------------------------------------------------------- */
-/* With 32 registers an SM holds 2048 threads, which keep 32 KB of loads in flight. */
+/* The kernel has 32 registers, so an SM holds 2048 threads. They keep 32 KB of loads in flight. */
 constexpr int REALIGN_THREADS = 256, REALIGN_PER_SM = 8;
-/* Transposed tiles of 32-bit elements: 64 rows of 256 bytes are read and 64 written. 16 KiB of
- * shared memory, 16 loads in flight a thread. */
+/* Rows and columns of a tile of 32-bit elements that is transposed. A tile reads 64 rows of 256
+ * bytes and writes as many. It needs 16 KiB of shared memory, and each thread has 16 loads in
+ * flight. */
 constexpr int REALIGN_TRANSPOSE = 64;
 
 /* ---- gemm_skinny ----------------------------------------------------------------------------- */
-/* 100 KB in flight on every SM hide memory's latency at 4.2 TB/s. More than 8 stages hide
- * nothing more. */
+/* Stages of a warp's ring. 100 KB in flight on every SM hide the latency of memory at 4.2 TB/s.
+ * More than 8 stages gain nothing. */
 constexpr int stages_in(int bytes, int stage_bytes, int most) {
     return bytes / stage_bytes < most ? bytes / stage_bytes : most;
 }
