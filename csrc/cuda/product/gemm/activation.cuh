@@ -48,10 +48,11 @@ __device__ __forceinline__ void activate_in_place(gk_activation activation, W *v
 }
 
 /* ---- fast activations for results of 16 bits ------------------------------------------------- */
-/* They take two values at a time: one exponential each, and one reciprocal for both. */
+/* They take two values at a time. Each value needs an exponential, and both share one reciprocal.
+ */
 
-/* Computes x / (1 + 2^u) and y / (1 + 2^w). u and w are limited to 63, so that the product of
- * the denominators stays finite. fminf drops a NaN in u; it stays in x. */
+/* x becomes x / (1 + 2^u), y becomes y / (1 + 2^w). u and w are limited to 63, so that the product
+ * of the denominators stays finite. If u is NaN, fminf drops it, but x is NaN then, too. */
 __device__ __forceinline__ void act_logistic_2(float &x, float &y, float u, float w) {
     const float a = 1.f + ex2_approx_ftz(fminf(u, 63.f)), b = 1.f + ex2_approx_ftz(fminf(w, 63.f));
     const float inverse = rcp_approx_ftz(a * b);
@@ -59,14 +60,14 @@ __device__ __forceinline__ void act_logistic_2(float &x, float &y, float u, floa
     y *= inverse * a;
 }
 
-/* Below -40, x is replaced by -40, where silu is -2e-16. */
+/* An x below -40 is replaced by -40, where silu is -2e-16. */
 __device__ __forceinline__ void act_silu_2(float &x, float &y) {
     x = max_nan(x, -40.f);
     y = max_nan(y, -40.f);
     act_logistic_2(x, y, x * -1.44269504088896340736f, y * -1.44269504088896340736f);
 }
 
-/* Uses 1/2 (1 + tanh u) = 1 / (1 + e^-2u). Below -7.25, x is replaced by -7.25, where gelu_tanh
+/* Uses 1/2 (1 + tanh u) = 1 / (1 + e^-2u). An x below -7.25 is replaced by -7.25, where gelu_tanh
  * is -7e-17. */
 __device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
     constexpr float once = -1.44269504088896340736f * 2 * 0.79788456080286535588f,
@@ -76,9 +77,9 @@ __device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
     act_logistic_2(x, y, x * fmaf(x * x, cubed, once), y * fmaf(y * y, cubed, once));
 }
 
-/* gelu(x) = max(x, 0) - |x| (1 - Phi(|x|)); this is the second term for x >= 0. 1 - Phi is
- * Abramowitz and Stegun 7.1.26 with t = 1 / d: absolute error below 4e-7. From x = 14 on it is
- * 0. */
+/* gelu(x) = max(x, 0) - |x| (1 - Phi(|x|)). This function returns the second term for x >= 0. 1 -
+ * Phi is computed by Abramowitz and Stegun 7.1.26 with t = 1 / d, with an absolute error below
+ * 4e-7. From x = 14 on it is 0. */
 __device__ __forceinline__ float act_gelu_tail(float x, float t) {
     float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
     q = fmaf(t, q, 0.5f * 1.421413741f);
@@ -95,8 +96,8 @@ __device__ __forceinline__ void act_gelu_2(float &x, float &y) {
     y = max_nan(y, 0.f) - act_gelu_tail(w, inverse * a);
 }
 
-/* The activation is chosen outside the loops: a branch for each pair would serialise the values'
- * latencies. N is even. */
+/* Applies an activation to N values, N even. The activation is chosen outside the loops, because a
+ * branch for each pair would serialise the values' latencies. */
 template <int N> __device__ __forceinline__ void activate_16(gk_activation activation, float *v) {
     if (activation == GK_ACT_GELU) {
 #pragma unroll
@@ -113,8 +114,9 @@ template <int N> __device__ __forceinline__ void activate_16(gk_activation activ
     }
 }
 
-/* saved: the value before the activation; for relu the output. Values beyond +-1000, also
- * infinite ones, have the slope of the activation's end, 0 or 1. NaN stays NaN. */
+/* The derivative of an activation. x: the value before the activation; for relu it may be the
+ * output. For values beyond +-1000, also infinite ones, the derivative is its limit, 0 or 1. NaN
+ * stays NaN. */
 template <class W> __device__ __forceinline__ W act_derivative(gk_activation activation, W x) {
     const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588),
             cubic = W(0.044715);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* activation_slope.cuh: activations together with their derivatives, for results of 16 bits. As in
- * activation.cuh, two values share a reciprocal. The derivative of act_derivative is exact, and
- * several times as many instructions.
+/* activation_slope.cuh: fast activations together with their derivatives (slopes), for results of
+ * 16 bits. As in activation.cuh, two values share a reciprocal. act_derivative is exact instead,
+ * but needs several times as many instructions.
  *
  *   silu        s = 1 / (1 + e^-x):        x s,   s + x s (1 - s)
  *   gelu_tanh   s = 1 / (1 + e^-2u(x)):    x s,   s + 2 x s (1 - s) u'(x)
@@ -11,13 +11,14 @@
 
 #include "activation.cuh"
 
-/* x in [-end, end], beyond which a slope is 0 or 1. NaN stays NaN. */
+/* x limited to [-end, end]. Beyond these ends a slope is 0 or 1. NaN stays NaN. */
 __device__ __forceinline__ float act_ends(float x, float end) {
     return -max_nan(-max_nan(x, -end), -end);
 }
 
-/* 1 / (1 + 2^u) and 1 / (1 + 2^w), for u and w below 64: the product of the denominators stays
- * finite. fminf drops a NaN, which would reach the other value through the reciprocal. */
+/* s = 1 / (1 + 2^u), t = 1 / (1 + 2^w). u and w are limited to 64, so that the product of the
+ * denominators stays finite. fminf also drops a NaN, which would otherwise reach the other value
+ * through the common reciprocal. */
 __device__ __forceinline__ void act_sigmoid_2(float u, float w, float &s, float &t) {
     const float a = 1.f + ex2_approx_ftz(fminf(u, 64.f)), b = 1.f + ex2_approx_ftz(fminf(w, 64.f));
     const float inverse = rcp_approx_ftz(a * b);
@@ -25,7 +26,8 @@ __device__ __forceinline__ void act_sigmoid_2(float u, float w, float &s, float 
     t = inverse * a;
 }
 
-/* The slope at x, whose lower end is -end: the formulas leave some 1e-15 there. NaN stays NaN. */
+/* The slope at x, or 0 if x is at the lower end. The formulas give some 1e-15 there instead of 0.
+ * NaN stays NaN. */
 __device__ __forceinline__ float act_slope(float x, float end, float slope) {
     return x <= -end ? 0.f : slope;
 }
@@ -54,7 +56,7 @@ __device__ __forceinline__ void act_gelu_tanh_slope_2(float &x, float &y, float 
 }
 
 /* 1 - Phi(u) for u >= 0, by Abramowitz and Stegun 7.1.26 with t = 1 / (1 + p u / sqrt 2) and
- * e = exp(-u^2 / 2): absolute error below 1e-7. */
+ * e = exp(-u^2 / 2). The absolute error is below 1e-7. */
 __device__ __forceinline__ float act_upper_tail(float t, float e) {
     float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
     q = fmaf(t, q, 0.5f * 1.421413741f);
@@ -77,9 +79,10 @@ __device__ __forceinline__ void act_gelu_slope_2(float &x, float &y, float &dx, 
     y = max_nan(y, 0.f) - w * above;
 }
 
-/* The fast forms limit a value before they multiply by it, so that they make 0 of -inf. silu and
- * gelu of -inf are -inf times 0, NaN, in PyTorch and in the exact forms. act_lowest gives a bit for
- * each value that is -inf; act_put_nan makes them NaN after the activation. */
+/* act_lowest and act_put_nan give silu and gelu of -inf the result that PyTorch and the exact forms
+ * give: -inf times 0, which is NaN. The fast forms would return 0, because they limit a value
+ * before they multiply by it. act_lowest returns a bit for each value that is -inf. act_put_nan
+ * sets these values to NaN after the activation. */
 template <int N> __device__ __forceinline__ unsigned act_lowest(const float (&v)[N]) {
     unsigned lowest = 0;
 #pragma unroll
@@ -95,8 +98,8 @@ __device__ __forceinline__ void act_put_nan(gk_activation activation, unsigned l
     for (int i = 0; i < N; ++i) v[i] = lowest >> i & 1 ? NAN : v[i];
 }
 
-/* v: values, which become their activations; slope: the derivatives. For relu, v may also be the
- * output. The activation is chosen outside the loops, as in activate_16. N is even. */
+/* Replaces the N values v by their activations, and sets slope to the derivatives. N is even. For
+ * relu, v may also be the output. The activation is chosen outside the loops, as in activate_16. */
 template <int N>
 __device__ __forceinline__ void activate_and_slope_16(gk_activation activation, float (&v)[N],
                                                       float (&slope)[N]) {

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bias.cuh: reads the bias and c in accumulator order, and prefetches what the stores will read. */
+/* bias.cuh: reads the bias and c in accumulator order, for store_panels.cuh. It also has prefetches
+ * of the bias, of c and of the epilogue's parameters, which hopper.cuh issues before the products.
+ */
 #ifndef GPUKERN_CUDA_GEMM_BIAS_CUH
 #define GPUKERN_CUDA_GEMM_BIAS_CUH
 
@@ -7,9 +9,9 @@
 #include "../../ptx/regs.cuh"
 #include "epilogue.cuh"
 
-/* Reads the bias of a lane's columns from col0 on, two of every eight. All loads are issued
- * before a value is used. Values after the last column are arbitrary, since their results are
- * not stored. ANY: also a bias that cannot be read in pairs. */
+/* Reads the bias of a lane's columns from col0 on: two of every eight. All loads are issued before
+ * a value is used. Values after the last column are arbitrary, because their results are not
+ * stored. ANY: the bias may be one that cannot be read in pairs. */
 template <class R, bool ANY, int N>
 __device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane,
                                           float (&bias)[N]) {
@@ -82,8 +84,8 @@ __device__ __forceinline__ void prefetch_bias(const GemmProblem &p, int64_t col0
         prefetch_l1((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
 }
 
-/* Prefetches c of a warp's 16 rows x BN columns into L2 under the products, if rows of c are
- * dense. */
+/* Prefetches c of a warp's 16 rows x BN columns into L2 while the products run, if the columns of c
+ * have stride 1. */
 template <int BN>
 __device__ __forceinline__ void prefetch_c(const GemmProblem &p, unsigned batch, int64_t row0,
                                            int64_t col0, int lane) {

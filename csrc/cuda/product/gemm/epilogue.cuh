@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* epilogue.cuh: what every gemm kernel does with its sums:
+/* epilogue.cuh: the epilogue of every gemm kernel:
+ *
  *   preact = alpha sum + beta c + bias     out = activation(preact)
- * in float32 (float64 for float64), rounded once.
  *
- * `finish` is the only body of this formula. Its parameter `Where` supplies the bias and c and
- * stores the results. Implementations: neighbours of a row (RowCols), or a warp's accumulators
- * (store_panels.cuh, store_transposed.cuh, tf32.cuh).
+ * It is computed in float32 (float64 for float64 products) and rounded once.
  *
- * R is the narrow type of results. Each of out, c and bias has type R or float32; with an R of 8
- * bits, also bfloat16. */
+ * `finish` is the only place that has this formula. Its parameter `Where` supplies the bias and c,
+ * and stores the results. One Where is RowCols below, for neighbours of a row. The others are for a
+ * warp's accumulators (store_panels.cuh, store_transposed.cuh, tf32.cuh).
+ *
+ * R is the narrow type of results. Each of out, c and bias has type R or float32. If R has 8 bits,
+ * each may also be bfloat16. */
 #ifndef GPUKERN_CUDA_GEMM_EPILOGUE_CUH
 #define GPUKERN_CUDA_GEMM_EPILOGUE_CUH
 
@@ -16,7 +18,8 @@
 #include "activation.cuh"
 #include "own_epilogue.cuh"
 
-/* Reads COLS neighbours of a row. With `vectors`, they are dense and aligned. */
+/* Reads COLS neighbours of a row, `valid` of them inside the matrix. vectors: they have stride 1
+ * and are aligned. */
 template <class S, int COLS, class W>
 __device__ __forceinline__ void read_cols(const S *from_g, int64_t step, bool vectors, int valid,
                                           W *v) {
@@ -74,7 +77,7 @@ __device__ __forceinline__ void write_cols(S *to_g, int64_t step, bool vectors, 
     }
 }
 
-/* Reads from a tensor of type R or a wider one. */
+/* Reads COLS neighbours of a row of a tensor whose dtype is R's or a wider one. */
 template <class R, int COLS, class W>
 __device__ __forceinline__ void read_any(const void *data, gk_dtype dtype, int64_t at, int64_t step,
                                          bool vectors, int valid, W *v) {
@@ -104,14 +107,14 @@ __device__ __forceinline__ void write_any(void *data, gk_dtype dtype, int64_t at
     }
 }
 
-/* ---- the body -------------------------------------------------------------------------------- */
-/* Defaults for a Where: which parts of the epilogue it has at compile time. Parts that it has
- * still depend on the call. */
+/* ---- the formula ----------------------------------------------------------------------------- */
+/* Defaults of a Where. C and PREACT say at compile time whether its code has c and preact at all.
+ * If it does, the call still decides whether they are used. */
 struct EveryEpilogue {
     static constexpr bool C = true, PREACT = true;
     /* True if alpha_and_bias multiplies by alpha and adds the bias, if any. */
     static constexpr bool OWN_BIAS = false;
-    /* True if one copy of the code writes both results. */
+    /* True if one copy of the code writes both preact and out. */
     static constexpr bool ONE_WRITE = false;
     template <int N>
     static constexpr int C_AT_ONCE = N; /* values of c that are read before the first is used */
@@ -141,7 +144,7 @@ __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Whe
             for (int i = 0; i < SOME; ++i) v[j + i] += beta * x[i];
         }
     }
-    if (!Where::OWN_BIAS && e.bias) { /* a branch, since adding 0 would turn -0 into +0 */
+    if (!Where::OWN_BIAS && e.bias) { /* a branch, because adding 0 would turn -0 into +0 */
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] += where.bias(i);
     }
@@ -160,7 +163,7 @@ __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Whe
 }
 
 /* ---- neighbours of a row --------------------------------------------------------------------- */
-/* The bias of COLS columns. Kernels whose lanes keep their columns read it once. */
+/* Reads the bias of COLS columns of a row. Kernels whose lanes keep their columns call it once. */
 template <class R, int COLS, class W>
 __device__ __forceinline__ void epilogue_bias(const GemmEpilogue &e, int64_t row, int64_t col,
                                               int valid, W *bias) {
@@ -171,8 +174,8 @@ __device__ __forceinline__ void epilogue_bias(const GemmEpilogue &e, int64_t row
                           e.bias_vectors, valid, bias);
 }
 
-/* COLS columns of one row, from `col` on (a multiple of COLS), `valid` of them inside the
- * matrix. */
+/* The Where for COLS columns of one row, from `col` on (a multiple of COLS). `valid` of them lie
+ * inside the matrix. */
 template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
     const GemmEpilogue &e;
     const OwnPlace &at;
@@ -210,7 +213,7 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
 };
 
 /* Applies the epilogue to the sums v of COLS columns of one row, from `col` on (a multiple of
- * COLS), `valid` of them inside the matrix. */
+ * COLS), and stores the results. `valid` of the columns lie inside the matrix. */
 template <class R, int COLS, class W>
 __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const OwnPlace &at,
                                               int64_t row, int64_t col, int valid, W *v,
@@ -219,7 +222,7 @@ __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const OwnPl
     finish<COLS>(e, (W)e.alpha, where, v);
 }
 
-/* The same, but also reads the bias. */
+/* Reads the bias of these columns, then does the same. */
 template <class R, int COLS, class W>
 __device__ __forceinline__ void epilogue_row(const GemmEpilogue &e, const OwnPlace &at, int64_t row,
                                              int64_t col, int valid, W *v) {

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* exchange.cuh: adds the sums of the blocks of a cluster that took a split of k each. */
+/* exchange.cuh: split-K within a cluster. Each block of the cluster has summed its own split of k.
+ * The blocks exchange their sums through distributed shared memory and add them. Hopper's gemm
+ * calls it. */
 #ifndef GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 #define GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 
 #include "../../ptx/cluster.cuh"
 #include "../../tile/tma_ring.cuh"
 
-/* Value i of the columns that block `part` finishes; N values a block. */
+/* Value i among the N accumulators of the columns that block `part` finishes. */
 template <int PARTS, int N, int ALL>
 __device__ __forceinline__ float of_part(const float (&sum)[ALL], int i, int part) {
     if (PARTS == 2) return part ? sum[N + i] : sum[i];
@@ -15,10 +17,11 @@ __device__ __forceinline__ float of_part(const float (&sum)[ALL], int i, int par
     return part & 2 ? high : low;
 }
 
-/* Each block keeps its share of the columns and sends every other block's share to that block.
- * Received sums are added in the order of the distance between the blocks, so that the result is
- * the same in every run. Sums from the block `distance` ranks before arrive at from_s +
- * (distance - 1) * place_bytes, 16 bytes for each thread and four sums. */
+/* Each block finishes an equal share of the columns. It sends every other block's share to that
+ * block, and adds the sums that it receives to its own (`mine`). Received sums are added in the
+ * order of the distance between the ranks, so that the result is the same in every run. Sums from
+ * the block `distance` ranks before this one arrive at from_s + (distance - 1) * place_bytes. They
+ * are stored as 16 bytes for each thread and each four sums. */
 template <int PARTS, int MT, int N, int ALL>
 __device__ __forceinline__ void exchange_parts(const float (&sum)[MT][ALL], float (&mine)[MT][N],
                                                int part, int place_bytes, smem_addr from_s,

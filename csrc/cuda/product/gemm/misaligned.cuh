@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* misaligned.cuh: copies misaligned rows of 16-bit elements into a tile in shared memory, for
- * gemm_skinny. First it copies the aligned 16-byte chunks that hold a row, one more than the
- * tile's row has. Then it shifts them into the tile.
+ * gemm_skinny. First it copies the aligned 16-byte chunks that contain a row. These are one more
+ * than a row of the tile has. Then it shifts the row's elements into the tile.
  *
  *   memory   . . x0 x1 x2 .. | .. x13 x14 0
  *   tile     x0 x1 x2 .. x7  | x8 .. x14 0
@@ -27,17 +27,17 @@ template <class Tile> struct raw_rows {
 /* Number of elements between the previous multiple of 16 bytes and this address. */
 GK_HD inline int elements_before(uintptr_t address) { return (int)(address / 2 % REALIGN_EACH); }
 
-/* How many bytes of chunk `chunk` are copied: up to the end of the row's `valid` elements; 0 for
- * a row without valid elements. */
+/* The bytes to copy of chunk `chunk`, up to the end of the row's `valid` elements. 0 for a row
+ * without valid elements. */
 GK_HD inline int raw_bytes(int chunk, int before, int valid) {
     const int bytes = (before + valid) * 2 - chunk * 16;
     return valid <= 0 || bytes <= 0 ? 0 : bytes < 16 ? bytes : 16;
 }
 
 #ifdef __CUDACC__
-/* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become
- * zeros. first: the lowest address of the tensor. Nothing before it and nothing behind a row's end
- * is read: the chunk that `first` lies in is copied by elements. */
+/* A warp copies the raw chunks of a tile's rows. Chunks of rows and columns that are not valid
+ * become zeros. first: the lowest address of the tensor. Nothing before this address and nothing
+ * behind a row's end is read. So the chunk that contains `first` is copied element by element. */
 template <class Tile, class T>
 __device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, int64_t row_stride,
                                               int rows_valid, int cols_valid, uintptr_t first,
@@ -64,8 +64,8 @@ __device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, 
     }
 }
 
-/* A warp shifts the chunks into the tile. from_g, row_stride: the rows in memory, which
- * determine the shifts. from_g may be off by multiples of 16 bytes in every row. */
+/* A warp shifts the raw chunks into the tile. from_g and row_stride give the rows' addresses in
+ * memory, which determine the shifts. Only the addresses modulo 16 bytes matter. */
 template <class Tile, class T>
 __device__ __forceinline__ void shift_rows(smem_addr tile_s, smem_addr raw_s, const T *from_g,
                                            int64_t row_stride, int lane) {

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* own_epilogue.cuh: how an epilogue of the user's (docs/epilogue.md) reaches the kernels of gemm.
+/* own_epilogue.cuh: how an epilogue that a user writes (docs/epilogue.md) reaches the kernels of
+ * gemm.
  *
- * A library of such an epilogue compiles the kernels of gemm_sm90a, gemm_pingpong_sm90a and
- * gemm_sm80 once more, with GPUKERN_EPILOGUE (csrc/epilogue/call.h). The problem that a kernel gets
- * then ends with the epilogue, and `finish` takes the place of the activation. The planners see a
- * relu, an epilogue of few instructions.
+ * A library for such an epilogue compiles the kernels of gemm_sm90a, gemm_pingpong_sm90a and
+ * gemm_sm80 once more, with GPUKERN_EPILOGUE defined (csrc/epilogue/call.h). Then OwnProblem is a
+ * GemmProblem with the epilogue as its last member, and the epilogue's `finish` replaces the
+ * activation. The planners are told that the activation is relu, because it also has few
+ * instructions.
  *
- * In libgpukern none of this exists: the two types below are the plain ones. */
+ * In libgpukern itself, OwnProblem and OwnPlace are the plain GemmProblem and GemmPlace. */
 #ifndef GPUKERN_CUDA_GEMM_OWN_EPILOGUE_CUH
 #define GPUKERN_CUDA_GEMM_OWN_EPILOGUE_CUH
 
@@ -38,11 +40,11 @@ __device__ __forceinline__ OwnPlace gemm_place(const OwnProblem &p, int64_t batc
     return at;
 }
 
-/* Fetches what `finish` reads for a warp's 16 rows x COLS columns, if the columns are dense:
- * vectors into L1, a matrix into L2. Without it the first of them arrives 0.4 us after the
- * products. */
+/* Prefetches the tensors that the epilogue's `finish` reads for a warp's 16 rows x COLS columns, if
+ * the columns have stride 1. Vectors are prefetched into L1, matrices into L2. Without this, the
+ * first of them arrives 0.4 us after the products. */
 template <int COLS> struct OwnPrefetch {
-    const int rows, cols, row0, col0, lane; /* rows, cols: of the result */
+    const int rows, cols, row0, col0, lane; /* rows, cols: size of the result */
     __device__ __forceinline__ int row(int r) const { return min(row0 + r, rows - 1); }
     __device__ __forceinline__ void operator()(float) const {}
     __device__ __forceinline__ void operator()(const gk_per_row &x) const {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void own_prefetch(const OwnProblem &, int, int, int) 
 
 #endif
 
-/* x: an OwnProblem or an OwnPlace. */
+/* Applies the user's epilogue to the sum at (row, column). x: an OwnProblem or an OwnPlace. */
 template <class Owner>
 __device__ __forceinline__ float own_finish(const Owner &x, float sum, int row, int column) {
     return x.own.finish(sum, row, column);

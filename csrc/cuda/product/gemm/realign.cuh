@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* realign.cuh: where the chunks of an aligned copy (realign.h) come from and go to.
+/* realign.cuh: the index arithmetic of an aligned copy (realign.h): where each 16-byte chunk comes
+ * from and where it goes. gemm_realign_sm90a.cu has the kernels that use it.
  *
- * Everything but the kernel (gemm_realign_sm90a.cu) is plain C++, so that the tests run the same
- * functions. */
+ * Everything here is plain C++, so that the tests run the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_REALIGN_CUH
 #define GPUKERN_CUDA_GEMM_REALIGN_CUH
 
@@ -14,8 +14,8 @@
 /* ---- where a chunk comes from ---------------------------------------------------------------- */
 struct RealignPlace {
     const uint16_t *row; /* the row's first element */
-    int64_t at;          /* offset of the chunk's first element in the entry */
-    int col;             /* and in the row */
+    int64_t at;          /* offset of the chunk's first element in the batch entry */
+    int col;             /* offset of the chunk's first element in the row */
 };
 
 /* Offset of a batch entry. */
@@ -29,7 +29,7 @@ GK_HD inline int64_t realign_entry(const RealignMatrix &x, uint32_t entry) {
     return x.ndim > 0 ? at + (int64_t)entry * x.stride[0] : at;
 }
 
-/* BATCHED: there may be more than one entry. */
+/* Where chunk number `chunk` of the copy comes from. BATCHED: there may be more than one entry. */
 template <bool BATCHED = true>
 GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) {
     const uint32_t row = x.chunks.into(chunk), entry = BATCHED ? x.outer.into(row) : 0;
@@ -38,16 +38,16 @@ GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) 
     return {x.from + (BATCHED ? realign_entry(x, entry) : 0) + at, at + col, col};
 }
 
-/* Whether a chunk can be read as aligned 16-byte chunks: the one that begins `shift` elements
- * before it, and if shift > 0 the next one. Both must lie inside the entry, but not necessarily
- * inside the row: if the ends of rows needed loads of their own, the whole copy would wait for
- * those. */
+/* True if a chunk can be read as aligned 16-byte chunks: the one that begins `shift` elements
+ * before it, and if shift > 0 also the next one. Both must lie inside the batch entry, but they may
+ * extend beyond the row. If the ends of rows needed separate loads, the whole copy would wait for
+ * them. */
 GK_HD inline bool realign_whole(const RealignMatrix &x, const RealignPlace &place, int shift) {
     const int64_t from = place.at - shift;
     return (from >= x.begin) & (from + (shift ? 2 : 1) * REALIGN_EACH <= x.end);
 }
 
-/* Moves the 8 elements from `shift` on, of 32 bytes, to the front. */
+/* Moves the 8 elements that begin at element `shift` of 32 bytes to the front. */
 GK_HD inline void realign_shift(uint32_t (&words)[8], int shift) {
     for (int i = 0; i < 6; ++i) words[i] = shift & 4 ? words[i + 2] : words[i];
     for (int i = 0; i < 5; ++i) words[i] = shift & 2 ? words[i + 1] : words[i];
@@ -61,7 +61,8 @@ GK_HD inline void realign_cut(uint32_t *words, int valid) {
 }
 
 /* ---- transposed ------------------------------------------------------------------------------ */
-/* A block takes a tile of REALIGN_TRANSPOSE x REALIGN_TRANSPOSE 32-bit elements. */
+/* The parameters of a transposed copy. A block takes a tile of REALIGN_TRANSPOSE x
+ * REALIGN_TRANSPOSE 32-bit elements. */
 struct Transpose {
     RealignMatrix matrix;
     uint32_t tiles_inner, tiles_outer;
@@ -74,7 +75,8 @@ struct TransposeTile {
     int inner0, outer0, inner, outer;
 };
 
-/* Neighbouring blocks take tiles along `outer`, since those read the same rows of `from`. */
+/* The tile of a block. Neighbouring blocks take neighbouring tiles along `outer`, because these
+ * read the same rows of `from`. */
 GK_HD inline TransposeTile transpose_tile(const Transpose &p, uint32_t block) {
     const uint32_t outer = block % p.tiles_outer, rest = block / p.tiles_outer,
                    inner = rest % p.tiles_inner;
@@ -100,7 +102,7 @@ constexpr GK_HD coord transpose_read(int t, int c) {
     return {t / REALIGN_TRANSPOSE + c * TRANSPOSE_PASS_ROWS, t % REALIGN_TRANSPOSE};
 }
 
-/* Whether the element lies inside the matrix; otherwise it is 0. */
+/* True if the element lies inside the matrix. Elements outside it become 0. */
 GK_HD inline bool transpose_has(const TransposeTile &t, int inner, int outer) {
     return inner < t.inner && outer < t.outer;
 }
@@ -134,8 +136,8 @@ inline Transpose transpose_of(const RealignMatrix &x, uint32_t *blocks) {
     return p;
 }
 
-/* Copies one or two matrices on the context's stream. All go in one launch, except that a
- * transposed one has its own. */
+/* Copies one or two matrices on the context's stream. They share one launch, but a transposed copy
+ * has a launch of its own. */
 gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *matrices, int count);
 
 #endif

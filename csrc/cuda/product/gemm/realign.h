@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* realign.h: plans an aligned copy, in a call's workspace, of a matrix of 16-bit elements that
- * cannot be read 16 bytes at a time in place.
+/* realign.h: plans an aligned copy of a matrix of 16-bit elements that cannot be read 16 bytes at a
+ * time in place. The copy lies in the call's workspace. operands.h uses it for Hopper's gemm.
+ *
  *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld]
- * ld is inner rounded up to 8; the padding is zeros. inner is the dense dimension, or the one with
- * the smaller stride. An entry that the batch broadcasts is copied once.
+ *
+ * ld is inner rounded up to 8, and the padding is zeros. inner is the dimension with stride 1 or,
+ * if there is none, the one with the smaller stride. An entry that the batch broadcasts is copied
+ * once.
  *
  * Rows of float32 are treated as rows of twice as many 16-bit elements. A float32 matrix whose
- * inner dimension is not dense is transposed in tiles. It is C, because plans hold the result. */
+ * inner dimension does not have stride 1 is transposed in tiles.
+ *
+ * This header is C, because plans hold a RealignMatrix. */
 #ifndef GPUKERN_CUDA_GEMM_REALIGN_H
 #define GPUKERN_CUDA_GEMM_REALIGN_H
 
@@ -23,8 +28,8 @@ typedef struct RealignMatrix {
     const uint16_t *from;
     void *to;
     int64_t inner_stride, outer_stride; /* of `from` */
-    /* The elements of an entry, relative to its first row. 0, 0 if the inner dimension is not
-     * dense. */
+    /* The range of an entry's elements, relative to its first row. It is empty (0, 0) if the inner
+     * dimension does not have stride 1. */
     int64_t begin, end;
     int32_t inner, ndim;
     uint32_t total;  /* chunks of the copy */
@@ -34,8 +39,8 @@ typedef struct RealignMatrix {
     int64_t stride[REALIGN_DIMS];
 } RealignMatrix;
 
-/* Plans the copy of a matrix with batch dimensions shape[ndim], of which stride 0 broadcasts an
- * entry. `stride` becomes the copy's strides. Returns false if there are too many chunks. */
+/* Plans the copy of a matrix with batch dimensions shape[ndim]. A dimension of stride 0 broadcasts.
+ * `stride` is replaced by the copy's strides. Returns false if there are too many chunks. */
 static inline bool realign_plan(const void *from, int64_t inner, int64_t outer,
                                 int64_t inner_stride, int64_t outer_stride, int ndim,
                                 const int64_t *shape, int64_t *stride, RealignMatrix *x) {

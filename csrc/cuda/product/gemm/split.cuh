@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* split.cuh: split-K through memory, for calls with too few tiles to fill the GPU. Each split
- * writes its sums to the workspace,
+/* split.cuh: split-K through memory, for calls of gemm_sm80 and gemm_plain with too few tiles to
+ * fill the GPU. Each split of k writes its sums to the workspace:
+ *
  *   partials [splits][batch][m][ld]   float (double for float64), ld = n rounded up to 8
- * and a second kernel adds them in the order of the splits, which is the same in every run, and
- * runs the epilogue. */
+ *
+ * gemm_reduce_kernel then adds them and applies the epilogue. It adds in the order of the splits,
+ * which is the same in every run. */
 #ifndef GPUKERN_CUDA_GEMM_SPLIT_CUH
 #define GPUKERN_CUDA_GEMM_SPLIT_CUH
 
@@ -13,7 +15,8 @@
 
 __host__ __device__ __forceinline__ int64_t partials_ld(int64_t n) { return (n + 7) / 8 * 8; }
 
-/* Columns between n and ld are padding and may be written. */
+/* Writes COLS sums of a row from `col` on. Columns between n and ld are padding and may be written
+ * with any value. */
 template <int COLS, class W>
 __device__ __forceinline__ void write_partials(const GemmProblem &p, int split, int64_t batch,
                                                int64_t row, int64_t col, const W *v) {
@@ -22,7 +25,7 @@ __device__ __forceinline__ void write_partials(const GemmProblem &p, int split, 
     write_cols<W, COLS>(to_g, 1, true, COLS, v);
 }
 
-/* Small blocks: the second kernel is short and should spread over the SMs. */
+/* The blocks of gemm_reduce_kernel are small, so that its little work spreads over all SMs. */
 constexpr int REDUCE_THREADS = 128, REDUCE_COLS = 4;
 
 template <class T>
