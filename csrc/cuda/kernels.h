@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kernels.h: the interface between dispatch.c and the CUDA kernels. Every op has some tables
- * (tables.c). Each kernel file ends with one table of its compiled instances. It is C, so that
+/* kernels.h: the interface between dispatch.c and the CUDA kernels. Each kernel file ends with one
+ * table of its compiled instances. tables.c lists the tables of every op. This header is C, so that
  * dispatch.c and the .cu files share it. */
 #ifndef GPUKERN_CUDA_KERNELS_H
 #define GPUKERN_CUDA_KERNELS_H
@@ -29,14 +29,14 @@ enum {
     GK_FIRST_DESCRIBED_GPU = 1000 /* from here on: GPUs that are only described by their data */
 };
 
-/* host/described.c. Returns NULL if the index is no GPU's; gk_last_error() then says why. A build
- * without nvcc has the described GPUs alone. */
+/* The GPU of an index (host/described.c). Returns NULL if there is no such GPU; gk_last_error()
+ * then says why. A build without nvcc has only the described GPUs. */
 const gk_gpu *gk_gpu_of(int32_t index);
 /* The index of a described GPU by its architecture, such as "sm_90"; -1 if there is none. */
 int32_t gk_described_gpu(const char *arch);
 
-/* host/device.cu, from here on: what only a build with nvcc has. A GPU of this machine without the
- * limit on its SMs, NULL as above. */
+/* The next functions are in host/device.cu, so only a build with nvcc has them. gk_gpu_there
+ * returns a GPU of this machine without the limit on its SMs, or NULL as gk_gpu_of. */
 const gk_gpu *gk_gpu_there(int32_t index);
 int32_t gk_gpu_count(void);
 
@@ -48,8 +48,8 @@ void gk_gpu_leave(int32_t before);
 /* True if a grid may have this many blocks along x. Plans refuse larger calls with it. */
 static inline bool gk_grid_fits(int64_t blocks) { return blocks <= INT32_MAX; }
 
-/* Clusters of `blocks` blocks that run at once where `held` blocks do: at least 1, because a limit
- * on SMs may leave fewer than a cluster has blocks. */
+/* The number of clusters of `blocks` blocks that run at once, if `held` blocks run at once. It
+ * is at least 1, because a limit on SMs may leave fewer blocks than a cluster has. */
 static inline int64_t gk_clusters_of(int64_t held, int64_t blocks) {
     return gk_max_i64(1, held / blocks);
 }
@@ -70,12 +70,12 @@ struct gk_cuda_instance {
     gk_status (*run)(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace);
     int32_t key[8]; /* private to the kernel file: head_dim, tile sizes and so on */
     int (*blocks_per_sm)(
-        void); /* blocks that run at once, for `explain` if a plan has no waves; NULL = 1 */
+        void); /* blocks that an SM runs at once, for `explain` if a plan has no waves; NULL = 1 */
 };
 
-/* Instances whose plan is in a C file are in the tables of every build. Their kernel's file defines
- * the rest: GK_LAUNCH names its `run`, GK_BLOCKS its `blocks_per_sm`. A build without nvcc has
- * neither, and gk_dispatch_run refuses there. */
+/* If a plan is in a C file, its instances are in the tables of every build. The file of their
+ * kernel defines the functions `run`, which GK_LAUNCH names, and `blocks_per_sm`, which
+ * GK_BLOCKS names. A build without nvcc has neither, and gk_dispatch_run refuses there. */
 #ifdef GPUKERN_HAS_CUDA
 #define GK_LAUNCH(id) gk_launch_##id
 #define GK_BLOCKS(id) gk_blocks_##id
@@ -89,7 +89,7 @@ struct gk_cuda_instance {
 #define GK_DECLARE_BLOCKS(id) int gk_blocks_##id(void);
 #define GK_DECLARE_LAUNCH_16(file, type) \
     GK_DECLARE_LAUNCH(file##_bf16_##type) GK_DECLARE_LAUNCH(file##_f16_##type)
-int gk_blocks_unknown(void); /* 1. gk_dispatch_explain does not ask it of a described GPU */
+int gk_blocks_unknown(void); /* returns 1; gk_dispatch_explain ignores it for a described GPU */
 
 /* The instances of one kernel file, best first. */
 typedef struct gk_cuda_table {

@@ -126,7 +126,8 @@ typedef struct gk_context {
 typedef enum gk_device_error {
     /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
     GK_BAD_CU_SEQLENS = 0,
-    GK_BAD_OFFS = 0, /* grouped_gemm: decreasing, or past the dimension that is grouped */
+    /* offs of grouped_gemm or weight_gemm: decreasing, or past the dimension that is grouped */
+    GK_BAD_OFFS = 0,
     /* paged_attn: a length below 0, past the table or below its query tokens; bad cu_seqlens_q */
     GK_BAD_SEQ_LENS = 1,
     GK_BAD_BLOCK_TABLE = 2,  /* paged_attn: a page outside the cache */

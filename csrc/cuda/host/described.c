@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* described.c: the GPU that a plan is for: one of this machine (device.cu), or one that is known by
- * its data alone, for `explain`. Every build has the latter. */
+/* described.c: finds the GPU that a plan is for. It is a GPU of this machine (device.cu), or one
+ * that is only described by its data, so that `explain` works without it. Every build has the
+ * described GPUs. */
 #include "../kernels.h"
 
 #include <stdio.h>
@@ -28,8 +29,8 @@ int32_t gk_described_gpu(const char *arch) {
     return -1;
 }
 
-/* Returns the GPU, or under a limit of SMs a copy of it with that many. Planners compare
- * pointers, so there is one object for each size of each GPU, which is never freed. */
+/* Returns the GPU. If there is a limit on SMs, it returns a copy of the GPU with that many SMs.
+ * Planners compare pointers, so there is one copy for each number of SMs, which is never freed. */
 static const gk_gpu *within_limit(const gk_gpu *gpu, int32_t place) {
     static gk_gpu *sizes[MAX_GPUS + NUM_DESCRIBED];
     const int32_t sms = gk_sm_limit();

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* inner_call.cuh: the kernel of another call as a step of one's own, such as a product of operands
- * that an earlier step has decoded into the workspace.
+/* inner_call.cuh: lets one call (the outer call) run another call's kernel as one of its steps (the
+ * inner call). An example is a gemm of operands that an earlier step has decoded into the
+ * workspace.
  *
  * The workspace's address is unknown while planning. So the inner call is planned with
- * `unplaced_workspace()`, an address that is only aligned, and planned again at run time. The outer
- * plan keeps the inner call's workspace behind its own `front` bytes. */
+ * `unplaced_workspace()`, an address that is aligned but otherwise meaningless. At run time the
+ * inner call is planned again. Its workspace follows the first `front` bytes of the outer call's.
+ */
 #ifndef GPUKERN_CUDA_HOST_INNER_CALL_CUH
 #define GPUKERN_CUDA_HOST_INNER_CALL_CUH
 
@@ -15,7 +17,7 @@ constexpr int64_t WORKSPACE_ALIGN = 1024;
 
 inline char *unplaced_workspace() { return (char *)WORKSPACE_ALIGN; }
 
-/* The operands of an inner call in the workspace, one behind the other. */
+/* Places the operands of an inner call in the workspace, one behind the other. */
 struct InnerOperands {
     char *base;
     size_t bytes = 0;
@@ -27,7 +29,7 @@ struct InnerOperands {
     }
 };
 
-/* The outer plan shows the inner plan's tiles. */
+/* Copies the inner plan's tiles and tasks to the outer plan, which `explain` shows. */
 inline void plan_around(const gk_plan &inner, size_t front, gk_plan *to) {
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
     to->tasks = inner.tasks;

@@ -9,8 +9,9 @@
 
 #include <cuda_runtime.h>
 
-/* More than 48 KiB of shared memory a block, its static part included, must be allowed once per
- * kernel and device. Static parts are below 8 KiB. `asked` has a bit per device. */
+/* Allows a kernel more than 48 KiB of shared memory in a block, its static part included. CUDA
+ * requires this once for each kernel and device. Static parts are below 8 KiB. asked: a bit for
+ * each device. */
 inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t device,
                               size_t smem_bytes) {
     const uint64_t bit = uint64_t(1) << (device & 63);
@@ -32,7 +33,7 @@ inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t devic
     return error;
 }
 
-/* The body of launch, compiled once for all kernels of a file. With hundreds of instances,
+/* The part of `launch` that is compiled once for all kernels of a file. With hundreds of instances,
  * compile time matters. */
 inline gk_status launch_any(const char *op, const gk_context *ctx, const void *kernel,
                             uint64_t *asked, dim3 grid, unsigned threads, size_t smem_bytes,
@@ -69,8 +70,9 @@ inline gk_status launch_any(const char *op, const gk_context *ctx, const void *k
                    op, grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
 }
 
-/* after_previous: the kernel starts while the previous one on the stream drains. It must call
- * griddepcontrol_wait() (ptx/) before it accesses memory. cluster: blocks of a cluster along x. */
+/* Launches a kernel. after_previous: the kernel may start while the previous one on the stream
+ * still runs. It must call griddepcontrol_wait() (ptx/) before it accesses memory. cluster:
+ * blocks of a cluster along x. */
 template <auto KERNEL, class Params>
 inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads,
                         size_t smem_bytes, const Params &params, bool after_previous = false,
@@ -119,8 +121,8 @@ template <auto KERNEL> inline int blocks_per_sm(unsigned threads, size_t smem_by
     return n > 0 ? n : 1;
 }
 
-/* The functions that GK_LAUNCH and GK_BLOCKS name; the last argument is the function that does it.
- */
+/* Define the functions that GK_LAUNCH and GK_BLOCKS name. The last argument is the function that
+ * they call. */
 #define GK_DEFINE_LAUNCH(id, ...)                                                \
     extern "C" gk_status gk_launch_##id(const gk_context *ctx, const void *args, \
                                         const gk_plan *plan, void *workspace) {  \

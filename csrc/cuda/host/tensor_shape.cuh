@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tensor_shape.cuh: the numbers of a tensor's map for TMA. Needs no CUDA. */
+/* tensor_shape.cuh: computes the fields of a tensor map for TMA. It needs no CUDA, so tests run
+ * it on the CPU. */
 #ifndef GPUKERN_CUDA_TENSOR_SHAPE_CUH
 #define GPUKERN_CUDA_TENSOR_SHAPE_CUH
 
@@ -9,7 +10,7 @@
 
 /* The fields of a tensor map. */
 struct TensorMapFields {
-    uint64_t size[TENSOR_DIMS], stride_bytes[TENSOR_DIMS - 1]; /* strides: of dimensions 1 .. 4 */
+    uint64_t size[TENSOR_DIMS], stride_bytes[TENSOR_DIMS - 1]; /* strides of dimensions 1 to 4 */
     uint32_t box[TENSOR_DIMS], step[TENSOR_DIMS];
     int swizzle_bytes; /* 0, 64 or 128 */
 };

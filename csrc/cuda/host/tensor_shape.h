@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tensor_shape.h: a tensor as TMA sees it. C, so that plans hold it. */
+/* tensor_shape.h: a tensor as TMA sees it. This header is C, because plans hold a TensorShape. */
 #ifndef GPUKERN_CUDA_TENSOR_SHAPE_H
 #define GPUKERN_CUDA_TENSOR_SHAPE_H
 
@@ -9,7 +9,7 @@ enum {
     TENSOR_DIMS = 5
 };
 
-/* Dimension 0 is dense. Strides of dimensions 1 to 4 are in elements; those of dimensions of
+/* Dimension 0 has stride 1. Strides of dimensions 1 to 4 are in elements. Strides of dimensions of
  * size 1 are ignored. */
 typedef struct TensorShape {
     const void *data;

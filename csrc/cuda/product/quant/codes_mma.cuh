@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_mma.cuh: Products for mainloop_sm80.cuh whose operands are bytes: int8, and 8-bit
- * floats, which become float16 in registers. Also scales along k (BlockProduct).
+/* codes_mma.cuh: the Products of mainloop_sm80.cuh for 8-bit operands. Int8Product multiplies int8.
+ * FloatProduct converts 8-bit floats to float16 in registers and multiplies those. BlockProduct
+ * adds scales along k to either. scaled_gemm_sm80.cu uses them.
  *
- * In a fragment of 16 x 32 bytes, each register has four consecutive codes along k. Codes 0 and
- * 2 become one register of float16, codes 1 and 3 another. That makes two fragments of k16.
- * Their order of k differs from memory's, but it is the same for a and b.
+ * In a fragment of 16 x 32 bytes, each register has four consecutive codes along k. FloatProduct
+ * converts codes 0 and 2 to one register of float16, and codes 1 and 3 to another. This makes two
+ * fragments of k16. Their order of k differs from that in memory, but it is the same for a and b.
  *   e5m2: the code is the upper byte of a float16.
  *   e4m3: the code is placed one bit lower, which gives its value times 2^-8, also for subnormal
  *         codes. The sums are multiplied by 2^8 for each e4m3 operand at the end (down_of). */
@@ -18,9 +19,9 @@
 
 namespace {
 
-/* For kernels that take both float formats: a code in a half's upper byte is shifted right by
- * `shift` and masked with `size`. Adding `nan` carries into bit 14 if all other bits of a code
- * are ones. */
+/* How to convert a code to float16 if its format is known at run time only. A code in the upper
+ * byte of a half is shifted right by `shift` and masked with `size`. Adding `nan` carries into
+ * bit 14 if the code is a NaN, whose bits other than the sign are all ones. */
 struct CodeBits {
     int shift;
     uint32_t size, nan;
@@ -65,7 +66,7 @@ __device__ __forceinline__ uint32_t any_pair(uint32_t x, const CodeBits &bits) {
     return (size | (x & 0x80008000u)) | ((size + bits.nan) & 0x40004000u);
 }
 
-/* OF_A, OF_B: the formats of a's and b's codes. GK_U8: any format, by its CodeBits. */
+/* OF_A, OF_B: the formats of the codes of a and b. GK_U8: any format, described by CodeBits. */
 template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : DefaultProduct {
     typedef float Sum;
     struct A { /* register 2 i + j of x becomes [j][i] and [j][i + 2] */
@@ -126,14 +127,16 @@ struct ScalesAlongK {
 struct Blocks {
     ScalesAlongK a, b;
     int64_t m, n, k;
-    int mask;     /* a block is mask + 1 times 32 of k: mask is 0 or 3 */
-    bool along_k; /* false: one block without scales */
+    int mask;     /* a block is (mask + 1) 32 of k; mask is 0 or 3 */
+    bool along_k; /* false: all of k is one block without scales */
 };
 
-/* Multiplies the sums of each block of k by its scales in float32 and adds them to `total`.
- * Shared memory holds the scales of three steps as floats: the current step, the next, and the
- * previous one, which slower warps may still read. Each thread reads the scales of one row or
- * column from global memory two steps ahead. */
+/* Multiplies the sums of each block of k by the block's scales in float32, and adds them to
+ * `total`.
+ *
+ * Shared memory holds the scales of three steps as floats: of the current step, of the next one,
+ * and of the previous one, which slower warps may still read. Each thread loads the scales of one
+ * row or column from global memory two steps before they are used. */
 template <class Inner, class Tile> struct BlockProduct : Inner {
     typedef typename Inner::Sum Sum;
     static constexpr int MT = Tile::WM / 16, NT = Tile::WN / 16, KK = Tile::BK / 32,
@@ -169,7 +172,7 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
         for (int i = 0; i < KK; ++i) {
             if (i && p.mask) break;
             const int64_t k = (int64_t)(j * KK + i) * 32;
-            ahead[i] = 1; /* after the end of k, sums of 0 meet a finite scale */
+            ahead[i] = 1; /* beyond the end of k, sums are 0 and need a finite scale */
             if (k < p.k && threadIdx.x < ROWS)
                 ahead[i] = scale_value(s.data, s.dtype, at + (k >> s.k_log2) * s.k);
         }
@@ -202,7 +205,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
 #pragma unroll
             for (int i = 0; i < 2 * MT; ++i) a[i / 2][i % 2] = ld_shared_f32(rows_s + 4 * 8 * i);
         }
-        /* b's scales are read two at a time: held together, they would not fit into registers. */
+        /* The scales of b are read two at a time, because all of them would not fit into registers.
+         */
 #pragma unroll
         for (int n = 0; n < 2 * NT; ++n) {
             float b[2] = {1, 1};

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* load_bits.cuh: reads scales and biases of several dtypes without serialising the loads. The
- * dtype switch stands outside the loop and values are converted where they are used. Inside the
- * loop, the compiler would reuse one register for loads of different widths, and each load would
- * wait for the one before. */
+ * epilogues of Hopper's scaled and sparse products use it.
+ *
+ * The dtype switch stands outside the loop, and values are converted only where they are used. With
+ * the switch inside the loop, the compiler would reuse one register for loads of different widths,
+ * and each load would wait for the one before. */
 #ifndef GPUKERN_CUDA_QUANT_LOAD_BITS_CUH
 #define GPUKERN_CUDA_QUANT_LOAD_BITS_CUH
 
@@ -18,7 +20,8 @@ __device__ __forceinline__ void load_bits_as(uint32_t (&bits)[N], const void *da
     }
 }
 
-/* bits[i] becomes element at(i), or 0 if at(i) is negative. log2: of an element's bytes. */
+/* bits[i] becomes the bits of element at(i), or 0 if at(i) is negative. log2: binary logarithm
+ * of an element's bytes. */
 template <int N, class At>
 __device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data, int log2,
                                           const At &at) {
@@ -30,8 +33,8 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data,
         load_bits_as<uint8_t>(bits, data, at);
 }
 
-/* Scales are float32 or powers of two in a byte; the op's checks allow no others for 8-bit
- * operands. No scales: 1. */
+/* Reads scales, which are float32 or powers of two in a byte (e8m0). The op's checks allow no
+ * others for 8-bit operands. Without scales, every scale is 1. */
 template <int N, class At>
 __device__ __forceinline__ void load_scale_bits(uint32_t (&bits)[N], const gk_scales &s,
                                                 const At &at) {
@@ -53,7 +56,7 @@ __device__ __forceinline__ int64_t scale_at(const gk_scales &s, int row, int col
     return (row >> min(s.row_log2, 31)) * s.row + (col >> min(s.col_log2, 31)) * s.col;
 }
 
-/* Reads biases of float32 or 16 bits. */
+/* Reads the biases of columns at(i), which are float32 or 16-bit. */
 template <int N, class At>
 __device__ __forceinline__ void load_bias(float (&bias)[N], const Finish &f, const At &at) {
     uint32_t bits[N];

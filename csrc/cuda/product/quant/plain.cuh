@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plain.cuh: a tile of a quantised product on every GPU, for any shape and strides. A block
- * computes 64 x 64 results, a thread 4 x 4. Both operands are decoded to floats in shared
- * memory, PLAIN_K of k at a time. Sums over PLAIN_K of k are exact for int8. They are added to
- * int32 sums, or to float32 sums after they are multiplied by the scales of their block of k. */
+/* plain.cuh: a tile of a quantised product on every GPU, for any shape and strides.
+ * product_plain.cu and grouped_gemm_plain.cu use it for calls that no faster kernel serves.
+ *
+ * A block computes 64 x 64 results, and a thread 4 x 4. Both operands are decoded to floats in
+ * shared memory, PLAIN_K of k at a time. Sums over PLAIN_K of k are exact for int8. They are added
+ * to int32 sums, or they are multiplied by the scales of their block of k and added to float32
+ * sums. */
 #ifndef GPUKERN_CUDA_QUANT_PLAIN_CUH
 #define GPUKERN_CUDA_QUANT_PLAIN_CUH
 
@@ -19,7 +22,8 @@ struct PlainProduct {
 };
 
 /* Computes rows [row0, row_end), at most 64, and columns from col0 on, over k [k_begin, k_end).
- * b(k, column) reads the other operand. ReadB::SCALES_ALONG_K: its op may have scales along k. */
+ * b(k, column) reads the other operand. ReadB::SCALES_ALONG_K is true if the op of that operand may
+ * have scales along k. */
 template <class ReadB>
 __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b, int64_t row0,
                                            int64_t row_end, int64_t col0, int64_t k_begin,

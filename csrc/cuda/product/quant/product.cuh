@@ -1,6 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* product.cuh: shared by the CUDA kernels of quantised products: scales, and the epilogue from a
- * sum to the result. */
+/* product.cuh: scales and the epilogue of quantised products, shared by all their CUDA kernels:
+ *
+ *   out = activation(alpha sum + beta c + bias) / out_scale
+ *
+ * The epilogue is computed in float32 and rounded once. */
 #ifndef GPUKERN_CUDA_QUANT_PRODUCT_CUH
 #define GPUKERN_CUDA_QUANT_PRODUCT_CUH
 
@@ -15,15 +18,15 @@ __device__ __forceinline__ float scale_value(const void *data, gk_dtype dtype, i
     if (dtype == GK_BF16) return to_f32(((const __nv_bfloat16 *)data)[at]);
     if (dtype == GK_F16) return to_f32(((const __half *)data)[at]);
     return code_value(dtype,
-                      __ldg((const uint8_t *)data + at)); /* the op's check allows no other */
+                      __ldg((const uint8_t *)data + at)); /* the op's checks allow no other dtype */
 }
 __device__ __forceinline__ float scale_of(const gk_scales &s, int64_t row, int64_t col) {
     if (!s.data) return 1;
     return scale_value(s.data, s.dtype, (row >> s.row_log2) * s.row + (col >> s.col_log2) * s.col);
 }
 
-/* A sum times two scales, one after the other. The product of the scales alone could overflow
- * although the sum is 0 or small, or underflow although it is large. */
+/* Multiplies a sum by one scale and then by the other. The product of both scales could overflow
+ * although the sum is 0 or small, or underflow although the sum is large. */
 __device__ __forceinline__ float times_scales(float sum, float a, float b) { return sum * a * b; }
 
 /* True if x is 0, subnormal, infinite or NaN. */
@@ -31,9 +34,11 @@ __device__ __forceinline__ bool leaves_normal(float x) {
     return 2 * __float_as_uint(x) - 0x01000000u >= 0xfe000000u;
 }
 
-/* The scales of R rows and of one block of columns as two factors of their sums: by[i], and the
- * result. A row's product with b is one factor, and the result is 1, unless the product of two
- * scales that are not 0 leaves float32's normal range. Then by[] stays, and the result is b. */
+/* Combines the scales by[R] of R rows with the scale b of a block of columns. A sum of row i is to
+ * be multiplied by by[i] and then by the returned factor.
+ *
+ * Usually by[i] becomes by[i] b, and 1 is returned. If the product of two scales that are not 0
+ * leaves the normal range of float32, by[] is unchanged and b is returned. */
 template <int R> __device__ __forceinline__ float join_scales(float (&by)[R], float b) {
     float all[R];
     bool far = false;
@@ -42,7 +47,8 @@ template <int R> __device__ __forceinline__ float join_scales(float (&by)[R], fl
         all[i] = by[i] * b;
         far = far || leaves_normal(all[i]);
     }
-    if (far) { /* rare: a scale of 0, which also stands after the last row, is no reason */
+    if (far) { /* rare. Products with a scale of 0 do not count; rows beyond the last have scale 0.
+                */
         far = false;
 #pragma unroll
         for (int i = 0; i < R; ++i) far = far || (leaves_normal(all[i]) && by[i] != 0 && b != 0);
@@ -57,18 +63,18 @@ __device__ __forceinline__ float load_any(const void *data, gk_dtype dtype, int6
     return scale_value(data, dtype, at);
 }
 
-/* The epilogue of a result [m, n]. */
+/* The parameters of the epilogue of a result [m, n]. */
 struct Finish {
     void *out;
     const void *bias, *c;
-    const float *out_scale, *alpha; /* on the device; alpha multiplies the sums; NULL = 1 */
+    const float *out_scale, *alpha; /* on the device. NULL: 1 */
     int64_t out_row, bias_step, c_row, c_col;
     gk_dtype out_dtype, bias_dtype, c_dtype;
     gk_activation activation;
     float beta;
 };
 
-/* Computes element (row, col) from its sum. */
+/* Computes the result at (row, col) from its sum x. */
 __device__ __forceinline__ float finish(const Finish &f, int64_t row, int64_t col, float x) {
     if (f.alpha) x *= *f.alpha;
     if (f.c) x = fmaf(f.beta, load_any(f.c, f.c_dtype, row * f.c_row + col * f.c_col), x);
@@ -86,7 +92,7 @@ __device__ __forceinline__ void store_value(const Finish &f, int64_t row, int64_
         ((__nv_bfloat16 *)f.out)[at] = from_f32<__nv_bfloat16>(x);
     } else if (f.out_dtype == GK_F16) {
         ((__half *)f.out)[at] = from_f32<__half>(x);
-    } else { /* codes: the op's check allows no other dtype */
+    } else { /* 8-bit codes: the op's checks allow no other dtype */
         const float v[4] = {x, 0, 0, 0};
         ((uint8_t *)f.out)[at] = (uint8_t)codes_x4<Codes>(f.out_dtype, v);
     }

@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_decoded.cuh: scaled_gemm as a bfloat16 product, for operands whose scales are powers of
- * two in a byte (MXFP8 above all). scaled_gemm_decoded.cu has the instances for every GPU,
- * scaled_gemm_decoded_sm90a.cu those for Hopper, whose step 1 overlaps the kernel before it and the
- * launch of step 2 (Begins, tile/begins.cuh).
+ * two in a byte, mostly MXFP8. scaled_gemm_decoded.cu has the instances for every GPU.
+ * scaled_gemm_decoded_sm90a.cu has those for Hopper. There, step 1 overlaps the end of the previous
+ * kernel and the launch of step 2 (Begins, tile/begins.cuh).
  *
  *   1. decode   a' = a scale_a   b' = b scale_b   bfloat16, in the workspace
  *   2. multiply out = activation(a' b' + beta c + bias), by gemm's kernels
  *
  * a [M, K], b [K, N]: e4m3 and e5m2 in any mix, or int8. out [M, N]: bfloat16 or float32.
  *
- * Decoding is exact: a code has up to 4 significant bits (int8: 8), and bfloat16 has 8 and the
- * exponents of float32. Below 2^-126 bfloat16's last bit is 2^-133. So e4m3 is exact with scales
- * from 2^-124 on, e5m2 from 2^-117 on; smaller values round to nearest even. Values beyond
- * float32 become infinities. NaN codes and scales stay NaN.
+ * Decoding is exact except for tiny values. A code has up to 4 significant bits (int8: 8). bfloat16
+ * has 8, and the exponents of float32. Below 2^-126 the last bit of bfloat16 is 2^-133. So e4m3 is
+ * exact with scales from 2^-124 on, and e5m2 from 2^-117 on. Smaller values round to nearest even.
+ * Values beyond float32 become infinities. NaN codes and NaN scales stay NaN.
  *
- * Decoding moves 3 bytes an element. The alternative, a scale for each 32 of k beside 8-bit
- * WGMMA, costs a multiplication and a multiply-add for every 32 products, which is more than the
- * tensor cores gain. So with many rows, bfloat16 is faster.
+ * Decoding moves 3 bytes for each element. The alternative is 8-bit WGMMA with a scale for each 32
+ * of k. It needs a multiplication and a multiply-add for every 32 products, which costs more than
+ * the tensor cores gain. So with many rows, bfloat16 is faster.
  *
- * Work split of step 1: a thread decodes 16 neighbours; b's blocks come after a's. Workspace:
- * a', b', then the product's own workspace. */
+ * In step 1 a thread decodes 16 neighbouring codes. The blocks of b follow those of a. Workspace:
+ * a', b', then the workspace of the product. */
 #ifndef GPUKERN_CUDA_QUANT_SCALED_DECODED_CUH
 #define GPUKERN_CUDA_QUANT_SCALED_DECODED_CUH
 
@@ -32,20 +32,19 @@ namespace {
 constexpr int THREADS = 256, EACH = 16;
 
 /* ---- 1. decode ------------------------------------------------------------------------------- */
-/* An operand as [high][wide]. Elements are contiguous along the second dimension, if they are
- * along any. */
+/* An operand as [high][wide]. If one of its dimensions has stride 1, it is the second. */
 struct Codes {
     const uint8_t *from;
     __nv_bfloat16 *to; /* rows of ld, a multiple of EACH */
     gk_dtype dtype;
     int64_t high, wide, row, col, ld;
-    gk_scales scale; /* of [high][wide] */
+    gk_scales scale; /* the scales of [high][wide] */
     bool vectors;    /* rows of `from` begin at multiples of 16 bytes */
 };
 
 struct DecodeParams {
     Codes of[2];
-    unsigned first_of_b; /* b's first block */
+    unsigned first_of_b; /* index of the first block that decodes b */
 };
 
 template <class Value>

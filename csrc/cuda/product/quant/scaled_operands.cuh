@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_operands.cuh: scaled_gemm's a [M, K] and b [K, N] as TMA reads them on Hopper: rows of
- * m and rows of n, both K-major, in place or copied to the workspace. */
+/* scaled_operands.cuh: the operands of Hopper's scaled_gemm as TMA reads them: a [M, K], and b as
+ * [N, K], both K-major. Each is used in place or copied to the workspace (k_major_copy.cuh).
+ * scaled_operands_plan decides this in the plan, and place_operands copies in the launch. */
 #ifndef GPUKERN_CUDA_QUANT_SCALED_OPERANDS_CUH
 #define GPUKERN_CUDA_QUANT_SCALED_OPERANDS_CUH
 
@@ -20,7 +21,7 @@ inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t 
     return x;
 }
 
-/* Copies operands where needed and returns both as tensors for TMA. */
+/* Copies the operands that need it, and returns both as tensors for TMA. */
 inline gk_status place_operands(const gk_context *ctx, const ScaledOperands &x,
                                 const gk_scaled_gemm_args *g, void *workspace, TensorShape *a,
                                 TensorShape *b) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_octets.cuh: the epilogue of the quantised mma.sync products. A warp's sums go through
- * shared memory, 32 rows at a time, so that a lane gets 8 columns of a row. finish_octet then
- * applies the formula of `finish` in product.cuh to 8 elements. */
+/* store_octets.cuh: the epilogue of the quantised mma.sync products (scaled_gemm_sm80.cu,
+ * sparse_gemm_sm80.cu, grouped_gemm_sm80.cu). A warp's sums go through shared memory, 32 rows at a
+ * time, so that a lane gets 8 columns of a row. finish_octet then applies the formula of `finish`
+ * in product.cuh to these 8 elements and stores them. */
 #ifndef GPUKERN_CUDA_QUANT_STORE_OCTETS_CUH
 #define GPUKERN_CUDA_QUANT_STORE_OCTETS_CUH
 
@@ -26,8 +27,9 @@ __device__ __forceinline__ void move_sums(Sum (&sum)[MT][NT][4]) {
             for (int e = 0; e < 4; ++e) sum[i][n][e] = sum[i + BY][n][e];
 }
 
-/* Calls take(row, v) for each of the lane's rows among the warp's WM, with its 8 columns from 8
- * (lane % OCTETS) on. smem: the block's shared memory, unused since the last barrier. */
+/* Calls take(row, v) for each of the lane's rows among the warp's WM. v has the sums of 8 columns
+ * from 8 (lane % OCTETS) on. smem: the block's shared memory. No thread may use it since the last
+ * barrier. */
 template <class Tile, class Sum, class Take>
 __device__ __forceinline__ void
 take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], const Take &take) {
@@ -36,7 +38,7 @@ take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], con
     const int lane = threadIdx.x % 32;
     float *const sums = (float *)(smem + threadIdx.x / 32 * S::WARP_BYTES);
 #pragma unroll 1
-    for (int row0 = 0; row0 < Tile::WM; row0 += S::ROWS) { /* not unrolled: shifts the sums down */
+    for (int row0 = 0; row0 < Tile::WM; row0 += S::ROWS) { /* each pass shifts the sums down */
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
 #pragma unroll
@@ -49,7 +51,7 @@ take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], con
 #pragma unroll 1
         for (int r = lane / S::OCTETS; r < S::ROWS; r += 32 / S::OCTETS) {
             const float *from_s = sums + r * S::LD + lane % S::OCTETS * 8;
-            /* Half of the lanes read the second four first, which avoids bank conflicts. */
+            /* Half of the lanes read their second four sums first, which avoids bank conflicts. */
             const bool late = lane / 4 % 2;
             const float4 x = *(const float4 *)(from_s + (late ? 4 : 0)),
                          y = *(const float4 *)(from_s + (late ? 0 : 4));
@@ -62,7 +64,8 @@ take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], con
     }
 }
 
-/* The same for a transposed result: take(column, row, v) with rows `row` to row + 7 of the warp. */
+/* The same for a transposed result: calls take(column, row, v), where v has rows `row` to row +
+ * 7 of the warp. */
 template <class Tile> struct SumStageAcross {
     static constexpr int ROWS = Tile::WM < 32 ? Tile::WM : 32, LD = ROWS + 4,
                          WARP_BYTES = Tile::WN * LD * 4;
@@ -100,8 +103,8 @@ __device__ __forceinline__ void take_octets_across(unsigned char *smem,
 }
 
 /* ---- 8 neighbours of a row ------------------------------------------------------------------- */
-/* Whether c and the result can be accessed 16 bytes at a time (codes: 8): dense, and aligned to
- * 16 bytes. */
+/* True for c or the result if 8 neighbours of a row can be accessed 16 bytes at a time (8-bit
+ * codes: 8 bytes): columns have stride 1, and rows are aligned to 16 bytes. */
 struct Vectors {
     bool c, out;
 };
@@ -150,8 +153,8 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
     }
 }
 
-/* Finishes and stores columns col to col + 7 of row `row`, of which `valid` are inside the
- * result. v: sums. bias: of these columns. */
+/* Applies the epilogue to columns col to col + 7 of row `row`, and stores those `valid` that lie
+ * inside the result. v: their sums. bias: the biases of these columns. */
 __device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vectors, int64_t row,
                                              int64_t col, int valid, float (&v)[8],
                                              const float (&bias)[8]) {
@@ -161,7 +164,7 @@ __device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vec
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = fmaf(f.beta, x[i], v[i]);
     }
-    if (f.bias) /* a branch, since adding 0 would turn -0 into +0 */
+    if (f.bias) /* a branch, because adding 0 would turn -0 into +0 */
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] += bias[i];
     if (f.activation != GK_ACT_NONE) activate_in_place<8>(f.activation, v);

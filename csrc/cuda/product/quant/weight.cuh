@@ -20,11 +20,13 @@ struct Weight {
     const void *scale;
     const uint8_t *zero;        /* NULL: 8 */
     const float *global_scale;  /* NULL: 1 */
-    int64_t tile_row, tile_col; /* bytes from tile to tile */
+    int64_t tile_row, tile_col; /* bytes from one tile to the next, along n and along k */
     int64_t scale_k, scale_n, zero_k, zero_n;
     int group_log2;
     gk_weight_format format;
-    gk_dtype scale_dtype, round; /* round: GK_BF16 or GK_F16; GK_F32: values without their scale */
+    /* round: the dtype to which a value is rounded, GK_BF16 or GK_F16. GK_F32: values are not
+     * multiplied by their scale. */
+    gk_dtype scale_dtype, round;
     bool is_4_bit;
 };
 

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_decode.cuh: decodes words of a packed weight (csrc/formats/weight_tile.h) to the first
- * operand of mma.m16n8k16, one k16 step at a time. The result is exact and without scale: e4m3,
- * int8, e2m1 and (code - zero) are all numbers of either 16-bit dtype. Kim et al. 2022,
- * arXiv:2211.10017.
+ * operand of mma.m16n8k16, one k16 at a time. All weight_gemm kernels for tensor cores use it. Kim
+ * et al. 2022, arXiv:2211.10017.
  *
- * Nibbles and int8: the code becomes the low bits of a fraction, and one subtraction removes the
- * constant part. e4m3 and e2m1: the code becomes exponent and fraction, and one multiplication
- * by a power of two corrects the exponent, also for subnormal codes. */
+ * The result has no scale and is exact: bfloat16 and float16 can represent all values of e4m3,
+ * int8, e2m1 and (code - zero).
+ *
+ * Integer codes become the low bits of a fraction. One subtraction then removes the constant part
+ * of that number. Codes of e4m3 and e2m1 become exponent and fraction. One multiplication by a
+ * power of two then corrects the exponent, also for subnormal codes. */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_DECODE_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_DECODE_CUH
 
@@ -27,8 +29,9 @@ inline Code code_of(gk_weight_format f) {
                                          : E2M1;
 }
 
-/* Two numbers of 16 bits in a register. WHOLE: what NIBBLES and INT8 codes are inserted into.
- * NOTHING: WHOLE + 8, which uint4 without zero points subtracts. */
+/* Constants for two 16-bit numbers in a register. WHOLE: the number into whose low bits NIBBLES and
+ * INT8 codes are inserted. NOTHING: WHOLE + 8, which is subtracted from 4-bit codes if there are no
+ * zero points. E2M1_UP, E4M3_UP: powers of two that correct the exponent. */
 template <class T> struct Two;
 template <> struct Two<__nv_bfloat16> {
     typedef __nv_bfloat162 pair;
@@ -70,8 +73,9 @@ __device__ __forceinline__ uint32_t shift(uint32_t x, int left) {
     return left >= 0 ? x << left : x >> -left;
 }
 
-/* a[h + 2 j] becomes row 8 h, k 8 j and its neighbour. zero[h]: what is subtracted from rows 8
- * h, in both halves. whole: Two::WHOLE; for int4 with bit 3 set, which inverts the sign bit. */
+/* a[h + 2 j] becomes the elements of row 8 h at k 8 j and 8 j + 1. zero[h]: the number to subtract
+ * from row 8 h, in both halves. whole: Two::WHOLE. For int4 bit 3 of it is also set, which inverts
+ * the code's sign bit. */
 template <class T>
 __device__ __forceinline__ void decode_nibbles(uint32_t (&a)[4], uint32_t word, uint32_t whole,
                                                const uint32_t (&zero)[2]) {
@@ -89,7 +93,7 @@ template <class T> __device__ __forceinline__ void decode_e2m1(uint32_t (&a)[4],
                           Two<T>::E2M1_UP);
 }
 
-/* x0, x1: the words of j = 0 and 1, with bytes 2 h + i. */
+/* x0, x1: the words of j = 0 and 1. Byte 2 h + i of a word is row 8 h, k 8 j + i. */
 template <class T>
 __device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
 #pragma unroll
@@ -103,7 +107,7 @@ __device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint3
     }
 }
 
-/* Reads a NaN code as 480. */
+/* Decodes e4m3. A NaN code becomes 480. */
 template <class T>
 __device__ __forceinline__ void decode_e4m3_finite(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
     constexpr int AT = Two<T>::E4M3_AT;
@@ -143,8 +147,8 @@ __device__ __forceinline__ void decode_step(uint32_t (&a)[4], const uint32_t *w,
         decode_e4m3<T>(a, w[2 * s], w[2 * s + 1]);
 }
 
-/* The value that a group's codes subtract, twice in a word. zero: of uint4; 8 without zero
- * points. */
+/* The number to subtract from the codes of a group, in both halves of a word. zero: the zero point
+ * of uint4, or 8 if there are no zero points. */
 template <class T> __device__ __forceinline__ uint32_t zero_bits(uint32_t zero) {
     return Two<T>::WHOLE | zero | zero << 16;
 }
