@@ -11,7 +11,7 @@
 #include "gpukern.h"
 #include "product/gemm/tables.h"
 
-/* A build for 80 alone (GPUKERN_CUDA_ARCHS) has none of the _sm90a.cu files. */
+/* A build for sm_80 alone (GPUKERN_CUDA_ARCHS) has none of the _sm90a.cu files. */
 #if defined(GPUKERN_HAS_CUDA) && !defined(GPUKERN_HAS_SM90A)
 #define LACKS_SM90A
 #endif
@@ -133,7 +133,7 @@ static const features paged_attn_features[] = {PAGED_ATTN(FEATURES)};
 #undef FEATURES
 
 #ifdef LACKS_SM90A
-/* Tables without instances in the place of those that _sm90a.cu files define. */
+/* Empty tables, which replace those that _sm90a.cu files would define. */
 #define NONE(name) const gk_cuda_table gk_##name##_table = {NULL, 0, 90, NULL};
 NONE(flash_attn_bwd_drop_sm90a)
 NONE(flash_attn_bwd_masked_sm90a)
@@ -250,8 +250,8 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     }
 }
 
-/* Tables whose choice of an instance follows from the number of rows, in a way that changes bits. A
- * batch-invariant call leaves them out: weight_invariant plans weight_gemm, and the other tables
+/* Tables that choose an instance by the number of rows, so that the number of rows changes bits.
+ * Batch-invariant calls do not use them. weight_invariant then plans weight_gemm, and other tables
  * serve scaled_gemm. */
 static bool looks_at_rows(const gk_cuda_table *t) {
     return t == &gk_weight_mma_4bit_table || t == &gk_weight_mma_8bit_table ||
@@ -261,9 +261,9 @@ static bool looks_at_rows(const gk_cuda_table *t) {
            t == &gk_scaled_gemm_decoded_sm90a_table || t == &gk_scaled_gemm_decoded_table;
 }
 
-/* Kernels that compute the transposed result and activate two neighbours at once: two rows then
- * share a reciprocal, which may change a last bit. Batch-invariant calls whose 16-bit result has
- * such an activation leave them out. */
+/* Kernels that compute the transposed result and activate two neighbours at once. Two rows of the
+ * result then share a reciprocal, which may change a last bit. Batch-invariant calls with a 16-bit
+ * result and such an activation do not use these kernels. */
 static bool activates_two_rows(const gk_cuda_table *t, gk_activation activation, gk_dtype out) {
     return (out == GK_BF16 || out == GK_F16) && activation > GK_ACT_RELU &&
            (t == &gk_sparse_gemm_sm90a_table || t == &gk_scaled_gemm_swapab_sm90a_table ||

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cheapest.cuh: plans a call by the instance of a table whose plan expects the least time. */
+/* cheapest.cuh: plans a call with the instance of a table that has the least estimated time. */
 #ifndef GPUKERN_CUDA_PRODUCT_CHEAPEST_CUH
 #define GPUKERN_CUDA_PRODUCT_CHEAPEST_CUH
 

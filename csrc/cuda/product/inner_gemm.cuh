@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* inner_gemm.cuh: gemm as the second step of another op, whose first step writes an operand to
- * the workspace. host/inner_call.cuh says how such a step is planned. */
+/* inner_gemm.cuh: gemm as the second step of another op. The first step of that op writes an
+ * operand to the workspace (scaled_decoded.cuh, weight_decoded_sm90a.cu). host/inner_call.cuh says
+ * how such a step is planned. */
 #ifndef GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
 #define GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
 
@@ -11,9 +12,8 @@
 extern "C" const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 
 /* True if gemm of operands of `dtype` can read or write t. Its kernels know two dtypes of bias, c
- * and out: that of the operands, and float32. A caller of gemm cannot give another, but an op in
- * front of it may have one, such as a float16 bias beside bfloat16 operands and a float32 result.
- */
+ * and out: that of the operands, and float32. gemm's own checks allow no other. But the op that
+ * calls it may have another, such as a float16 bias with bfloat16 operands and a float32 result. */
 inline bool inner_gemm_knows(const gk_tensor *t, gk_dtype dtype) {
     return !t || t->dtype == dtype || t->dtype == GK_F32;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mailbox.cuh: adds the sums of two blocks of a cluster that took half of k each. Used by
- * scaled_swapped.cuh.
+/* mailbox.cuh: split-K by the two blocks of a cluster: exchanges and adds their sums. A mailbox is
+ * a buffer of one block into which the other block writes. scaled_swapped.cuh uses it.
  *
  * The sums are WGMMA or mma.sync accumulators: value 4 j + e of a thread lies in row lane / 4 +
  * 8 (e / 2) of its warp's 16. Block 0 finishes rows 0 to 7 of each 16, block 1 rows 8 to 15.
@@ -16,7 +16,8 @@
 #include "../ptx/cluster.cuh"
 #include "../tile/tma_ring.cuh"
 
-/* Sums as the words that st.async takes, and back. Exact: bits are moved, nothing is converted. */
+/* Convert a sum to the word that st.async takes, and add such a word to a sum. The conversion only
+ * moves bits. */
 __device__ __forceinline__ float mail_word(float x) { return x; }
 __device__ __forceinline__ float mail_word(int32_t x) { return __int_as_float(x); }
 __device__ __forceinline__ float add_mail(float x, uint32_t word) {
@@ -43,7 +44,7 @@ template <class D, int N> struct Mailbox {
     __device__ __forceinline__ void exchange(const D (&sum)[N], D (&mine)[N / 2], unsigned rank) {
         const unsigned other = rank ^ 1;
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(full_s, bytes);
-        /* The other block has read what came for the tile before. */
+        /* Wait until the other block has read the sums of the previous tile. */
         mbarrier_wait(empty_s, parity ^ 1);
         const uint32_t to = mapa(mail_s, other), full_there = mapa(full_s, other);
 #pragma unroll
@@ -65,7 +66,7 @@ template <class D, int N> struct Mailbox {
         parity ^= 1;
     }
 
-    /* Before the block exits: waits until the other block has read the last exchange. */
+    /* Waits until the other block has read the last sums. To be called before the block exits. */
     __device__ __forceinline__ void end() const { mbarrier_wait(empty_s, parity ^ 1); }
 };
 

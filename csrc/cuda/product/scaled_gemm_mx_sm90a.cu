@@ -15,8 +15,8 @@ const gk_cuda_instance instances[] = {
     MX("e4m3_64x64", 64, 5),
 };
 
-/* Chooses the narrowest tile that holds the tokens. 32 tokens a tile are also used for more
- * tokens, if each such tile gets a pair of SMs. */
+/* Chooses the narrowest tile that holds all tokens. Tiles of 32 tokens are also used for more
+ * tokens, if there is a pair of SMs for each such tile. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     for (const gk_cuda_instance &instance : instances) {

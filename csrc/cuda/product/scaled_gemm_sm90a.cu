@@ -2,10 +2,10 @@
 /* scaled_gemm_sm90a: scaled_gemm on Hopper with wide tiles (scaled_wide.cuh): instances, plan
  * and launch.
  *
- * Operands that are not K-major with rows of whole 16 bytes are first copied into the workspace.
+ * Workspace: a copy of each operand that is not K-major with rows of whole 16 bytes.
  *
- * Refuses: K = 0; along k, scales of single columns, for 32 of k, or powers of two in a byte;
- * e5m2 with scales along k. */
+ * Refuses: K = 0, and some scales that change along k: those of single columns of b, those for 32
+ * of k, powers of two in a byte, and all with e5m2. */
 #include "../../core/invariant.h"
 #include "cheapest.cuh"
 #include "scaled_wide.cuh"
@@ -19,7 +19,7 @@ enum {
     KEY_ANY,
     KEY_B_DTYPE,
     KEY_STEP_NS, /* ns for 128 of k of a tile on an H200 (docs/worklog/scaled_gemm.md) */
-    /* Prologue and epilogue of a tile: 1024 cubed takes 3.8 us in 8 steps of 128 x 64. */
+    /* Time of a tile's prologue and epilogue. 1024 cubed takes 3.8 us with 8 steps of 128 x 64. */
     WIDE_TILE_NS = 1800,
     WIDE_GROUP = 8 /* rows of tiles scheduled together; 16 is equally fast at 4096 and 8192 cubed */
 };
@@ -119,8 +119,8 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
 #define INT8(name, MS, BN, sums, any, step_ns) \
     WIDE("i8_" name, GK_I8, int8_t, int8_t, int32_t, MS, BN, sums, any, GK_I8, step_ns)
 
-/* step_ns is measured for the plain forms at 1024, 2048 and 4096 cubed on an H200. The "any"
- * forms have about 8 % more. */
+/* The last column is KEY_STEP_NS. It was measured for instances without "any" at 1024, 2048 and
+ * 4096 cubed on an H200. Those with "any" have about 8 % more. */
 const gk_cuda_instance instances[] = {
     E4M3("fast_256x128", 2, 128, ALL, false, 850),
     E4M3("fast_128x128", 1, 128, ALL, false, 430),
@@ -135,7 +135,7 @@ const gk_cuda_instance instances[] = {
     INT8("128x128", 1, 128, ALL, false, 420),
     INT8("block_256x128", 2, 128, BLOCKS, false, 1400),
     INT8("block_128x128", 1, 128, BLOCKS, false, 700),
-    /* every other form of scales, epilogue and result */
+    /* for every other form of scales, epilogue and result */
     E4M3("fast_any_256x128", 2, 128, ALL, true, 920),
     E4M3("fast_any_128x128", 1, 128, ALL, true, 465),
     E4M3("any_256x128", 2, 128, PARTS, true, 950),

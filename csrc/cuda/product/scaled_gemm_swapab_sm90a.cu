@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with swap-AB (scaled_swapped.cuh), for up to
- * 64 rows of a. It also takes more rows if their scales along k are not those of
- * scaled_gemm_sm90a. Batch-invariant calls take it in that case only, because it splits k.
+/* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with swap-AB (scaled_swapped.cuh), for up to 64
+ * rows of a. It also serves more rows, if scaled_gemm_sm90a refuses their scales along k. Only in
+ * that case it serves batch-invariant calls, because it splits k.
  *
- * Operands that are not K-major with rows of whole 16 bytes are first copied into the workspace.
+ * Workspace: a copy of each operand that is not K-major with rows of whole 16 bytes.
  *
  * Refuses: K = 0, e5m2, int8 with scales for 32 of k. */
 #include "../../core/invariant.h"
@@ -32,7 +32,7 @@ const gk_cuda_instance instances[] = {
     E4M3("block_64x64", 64, 4, 3, BLOCKS, false),
     INT8("64x16", 16, 4, 5, ALL, false),
     INT8("64x64", 64, 4, 3, ALL, false),
-    /* every other form of scales, epilogue and result */
+    /* for every other form of scales, epilogue and result */
     E4M3("any_64x16", 16, 4, 5, PARTS, true),
     E4M3("any_64x64", 64, 2, 6, PARTS, true),
     E4M3("block_any_64x16", 16, 2, 8, BLOCKS, true),
@@ -43,8 +43,8 @@ const gk_cuda_instance instances[] = {
     INT8("block_any_64x64", 64, 2, 5, BLOCKS, true),
 };
 
-/* Chooses the first instance that serves the call and holds all tokens; for more tokens, tiles
- * of 64. */
+/* Chooses the first instance that serves the call and whose tile holds all tokens. For more than 64
+ * tokens, it chooses tiles of 64. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const bool suits_tiles = scales_along_k(g) == 0 || scales_in_tiles(g);

@@ -4,8 +4,9 @@
  * Workspace: a copy of an 8-bit a that is not K-major with rows of whole 16 bytes, and a copy of
  * meta if its rows are no multiples of 16 bytes (K no multiple of 128).
  *
- * Refuses: K = 0, values whose rows are no multiples of 16 bytes (K no multiple of 32, with 16
- * bits of 16), a 16-bit a that is not K-major with rows of whole 16 bytes, e5m2 (product_plain). */
+ * Refuses: K = 0, values whose rows are no multiples of 16 bytes (K is no multiple of 32, or of 16
+ * with 16-bit elements), a 16-bit a that is not K-major with rows of whole 16 bytes, and e5m2,
+ * which product_plain computes. */
 #include "cheapest.cuh"
 #include "quant/k_major_copy.cuh"
 #include "sparse_wide.cuh"
@@ -20,7 +21,7 @@ enum {
 };
 
 struct Plan {
-    KMajorCopy a, meta; /* a: 8 bits */
+    KMajorCopy a, meta; /* a: of 8-bit elements only */
 };
 
 TensorShape shape_of(const gk_tensor &t) {
@@ -32,14 +33,14 @@ Sums sums_of(const gk_sparse_gemm_args *g) {
     return g->a.dtype == GK_E4M3 && g->accumulate == GK_PRECISE ? PARTS : ALL;
 }
 
-/* Steps of k, an even number with 8 bits; the last one may be all zeros. */
+/* The number of steps of k. With 8-bit elements it is even, and the last step may be all zeros. */
 int64_t steps_of(const gk_sparse_gemm_args *g) {
     const int64_t bytes = g->a.shape[1] * gk_dtype_bytes(g->a.dtype);
     return gk_dtype_bytes(g->a.dtype) == 1 ? 2 * gk_ceil_div(bytes, 256) : gk_ceil_div(bytes, 128);
 }
 
-/* Blocks of a cluster: two with many tiles across, even if the last cluster's second block then has
- * no weights. */
+/* The number of blocks of a cluster. It is two if there are many columns of tiles, even if the
+ * second block of the last cluster then has no weights. */
 int pair_of(int64_t tiles_n) { return tiles_n % 2 == 0 || tiles_n > SPARSE_PAIRS ? 2 : 1; }
 
 bool plan_instance(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
@@ -117,8 +118,8 @@ gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *p
      run_instance<SparseWide<T, MS, CONSUMERS, BT, sums>>,       \
      {64 * MS * CONSUMERS, BT, sums, step_ns},                   \
      NULL}
-/* The names have tokens x weights of a block. step_ns is measured at 4096 cubed and for 64 tokens
- * at 8192 x 8192; that of 64 x 128 is estimated. */
+/* The names have tokens x weight rows of a block. The last argument is KEY_STEP_NS. It was measured
+ * at 4096 cubed, and for 64 tokens at 8192 x 8192. That of 64 x 128 is an estimate. */
 #define SPARSE_ALL(label, dtype, T, wide_ns)                    \
     SPARSE(label "256x128", dtype, T, 1, 2, 256, ALL, wide_ns), \
         SPARSE(label "64x128", dtype, T, 1, 2, 64, ALL, 280),   \

@@ -4,14 +4,14 @@
  *   1. decode    w [N, K] = (code - zero) scale global_scale, in a's dtype, in the workspace
  *   2. multiply  out = activation(a w^T + bias), by gemm's kernels
  *
- * Decoding reads the packed weight and writes 2 bytes an element, whatever M is: 46 us for 8192
- * x 8192 of 4 bits, as fast as a copy (H200). The product then runs at gemm's speed.
+ * Decoding reads the packed weight and writes 2 bytes for each element, whatever M is. It takes 46
+ * us for 8192 x 8192 of 4 bits, as long as a copy (H200). The product then runs at gemm's speed.
  *
  * A warp decodes 16 rows x 64 of k. It writes the fragments of a packed tile
  * (csrc/formats/weight_tile.h) to shared memory by stmatrix and stores rows of 128 bytes. Scales
  * and zero points may have any strides and dtype.
  *
- * Workspace: w, then the product's own workspace. Refuses 8-bit a and groups of rows. */
+ * Workspace: w, then the workspace of the product. Refuses: 8-bit a and groups of rows. */
 #include "../ptx/stmatrix.cuh"
 #include "quant/tiles.h"
 #include "quant/weight_decode.cuh"
@@ -27,7 +27,7 @@ struct DecodeParams {
     void *to; /* [n][ld] */
     int64_t n, ld, groups;
     int strips, cols; /* strips of 16 rows; tiles along k */
-    uint32_t whole;   /* decode_nibbles */
+    uint32_t whole;   /* constant for decode_nibbles */
 };
 
 /* ---- 1 decode -------------------------------------------------------------------------------- */
@@ -197,8 +197,8 @@ const gk_cuda_instance instances[] = {
     DECODED("f16_e4m3", __half, E4M3),
 };
 
-/* Calls that the packed-code kernels refuse come here from WEIGHT_GENERAL_ROWS rows on, all
- * others from WEIGHT_DECODED_ROWS on. */
+/* Serves calls of at least WEIGHT_DECODED_ROWS rows. If weight_mma and weight_wgmma refuse the form
+ * of the call, it serves the call from WEIGHT_GENERAL_ROWS rows on. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     if (weight_rows(g->a) < WEIGHT_GENERAL_ROWS) return false;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_invariant: the plan of weight_gemm in a batch-invariant call (core/invariant.h). It has no
- * kernel. It chooses among the instances of other files those whose sums over k have one order for
- * every number of rows, M, and it cuts k at places that follow from N and K.
+ * kernel of its own. It chooses among the instances of other files whose sums over k have the same
+ * order for every number of rows M. If it splits k, the place depends on N and K only.
  *
  * On Hopper, forms of weight with a kernel of their own take weight_wgmma's instances of 128 weight
  * rows (RT 2). There a warpgroup adds its tiles of k in one chain, whatever NT is. Clusters of two
@@ -25,10 +25,10 @@ namespace {
 enum {
     /* Rows of a tile of weight_wgmma that holds all of k in one chain. */
     CHAIN_ROWS = 2 * GK_TILE,
-    /* Of k: two stages of four packed tiles. */
+    /* K must be a multiple of this to be halved: two stages of four packed tiles. */
     HALVED_K = 512,
-    /* k is halved if there are at most as many tiles of weight rows. One row of a then takes about
-     * half the time, many rows some 7 % more (estimated by weight_price.cuh). */
+    /* k is halved if there are at most this many tiles of weight rows. One row of a then takes
+     * about half the time, and many rows take some 7 % more (estimated by weight_price.cuh). */
     HALVED_TILES = 128,
     SM80_TOKENS = 32
 };

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_price.cuh: estimates the time of a weight_gemm call on Hopper, in microseconds, and
- * says from how many rows of a on the weight is decoded first.
+/* weight_price.cuh: estimates the time of a weight_gemm call on Hopper for the plans of
+ * weight_mma.cuh and weight_wgmma.cuh. It also has the number of rows of a from which the weight is
+ * decoded first.
  *
  *   us = start + waves (each + k slope)
  *
+ * start: time of the launch. each: time of a wave without its k. slope: time of a unit of k.
+ *
  * Fitted to bf16 with int4 and groups of 128 on one H200, for N x K of 8192 x 8192, 5120 x 5120,
  * 4096 x 4096, 28672 x 4096 and 4096 x 14336. Errors are below 15 %. A plan only compares
- * instances, and their ratios are more accurate. Other Hopper devices have other times but about
- * the same order. */
+ * instances, and the ratios of their times are more accurate. On other Hopper devices times differ,
+ * but the ranking of the instances is about the same. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_PRICE_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_PRICE_CUH
 
@@ -22,8 +25,8 @@ enum {
     WEIGHT_GENERAL_ROWS = 65
 };
 
-/* weight_gemm_mma_*. waves: of clusters, each with a tile of 64 weight rows. slope: us for 4096
- * of k. */
+/* Estimated time of weight_gemm_mma_*. A wave is the clusters that run at once, each with a tile of
+ * 64 weight rows. slope: us for 4096 of k. */
 inline double weight_mma_us(int nt, int occ, Code code, int64_t waves, int64_t k) {
     static const struct {
         int nt, occ;
@@ -37,8 +40,8 @@ inline double weight_mma_us(int nt, int occ, Code code, int64_t waves, int64_t k
     return 0;
 }
 
-/* weight_gemm_wgmma_*: one block an SM; `splits` blocks of a cluster share a tile's k. slope: us
- * for 64 of k. */
+/* Estimated time of weight_gemm_wgmma_*. An SM runs one block. The `splits` blocks of a cluster
+ * share a tile's k. slope: us for 64 of k. */
 inline double weight_wgmma_us(int nt, int rt, Code code, int64_t tiles, int splits, int64_t k,
                               int num_sms) {
     static const struct {

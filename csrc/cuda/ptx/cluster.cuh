@@ -15,7 +15,7 @@ static __device__ __forceinline__ unsigned cluster_ctarank() {
 }
 
 // barrier.cluster.arrive.relaxed and .wait: waits until all threads of the cluster have arrived.
-// It does not order memory: what others must see needs a fence of its own before.
+// It does not order memory. Writes that others must see need a separate fence before it.
 static __device__ __forceinline__ void barrier_cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -47,9 +47,9 @@ static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float 
                  : "memory");
 }
 
-// setmaxnreg: sets this warpgroup's registers a thread from here on, a multiple of 8 from 24 to
-// 256. All of its warps execute it. inc waits until other warpgroups have released enough. Needs
-// a kernel with launch bounds.
+// setmaxnreg: sets the number of registers of each thread of this warpgroup, a multiple of 8 from
+// 24 to 256. All of its warps execute it. inc waits until other warpgroups have released enough.
+// The kernel must have launch bounds.
 template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_inc() {
     static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256,
                   "what setmaxnreg takes");

@@ -6,8 +6,8 @@
 
 #include <stdint.h>
 
-// mov.u32 of %laneid, sm_20. Volatile, so that values derived from it are computed where they
-// are used and hold no register in a loop that has none to spare.
+// mov.u32 of %laneid, sm_20. Volatile, so that values derived from it are computed where they are
+// used. They then occupy no register in a loop before, which may have none to spare.
 static __device__ __forceinline__ int laneid() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

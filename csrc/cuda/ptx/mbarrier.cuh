@@ -22,9 +22,10 @@ static __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// mbarrier.arrive: one arrival. Whoever waits for the phase sees what this thread wrote before. Its
-// loads from shared memory may still be on their way, because they wait while WGMMA reads there: if
-// a copy overwrites what they read, fence_proxy_async comes before the arrival.
+// mbarrier.arrive: one arrival. Whoever waits for the phase sees what this thread wrote before.
+// Loads of this thread from shared memory may still be in flight, because they wait while WGMMA
+// reads there. If a copy will overwrite what they read, fence_proxy_async must come before the
+// arrival.
 static __device__ __forceinline__ void mbarrier_arrive(smem_addr barrier_s) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_s) : "memory");
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// regs: arithmetic and conversions that C has no name for, and global loads and stores with
-// cache hints. Any thread. Checked against PTX ISA 9.0. Functions that are not volatile use
-// registers only.
+// regs: arithmetic and conversions for which C has no name, and global loads and stores with cache
+// hints. Any thread. Checked against PTX ISA 9.0. Functions that are not volatile use registers
+// only.
 #ifndef GPUKERN_PTX_REGS_CUH
 #define GPUKERN_PTX_REGS_CUH
 
@@ -71,8 +71,8 @@ static __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t
     return y;
 }
 
-// mov.u32 of %tid.x, sm_20. Volatile, so that it is read in place. For code that runs rarely
-// beside a loop that has no register left to keep the value.
+// mov.u32 of %tid.x, sm_20. Volatile, so that it is read where it is used. It is for rarely run
+// code behind a loop that has no register left for the value.
 static __device__ __forceinline__ uint32_t mov_tid_x() {
     uint32_t x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -98,7 +98,7 @@ static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b
 
 // ---- global memory, 16 bytes; the address is a multiple of 16 -----------------------------------
 
-// ld.global.u8 whose value is not used: it brings the sector into L1, and nothing waits for it.
+// ld.global.u8 whose value is not used. It brings the sector into L1. Nothing waits for it.
 static __device__ __forceinline__ void prefetch_l1(const void *p_g) {
     asm volatile(
         "{\n\t.reg .u8 x;\n\tld.global.u8 x, [%0];\n\t}" ::"l"(__cvta_generic_to_global(p_g))

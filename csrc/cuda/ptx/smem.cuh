@@ -70,7 +70,7 @@ static __device__ __forceinline__ void st_shared_64(smem_addr at_s, uint2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at_s), "r"(v.x), "r"(v.y) : "memory");
 }
 
-// Floats, for the same reason.
+// The same as floats: storing WGMMA accumulators as integers would make the compiler move them.
 static __device__ __forceinline__ void st_shared_f32(smem_addr at_s, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(at_s), "f"(x) : "memory");
 }

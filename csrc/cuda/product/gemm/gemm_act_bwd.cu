@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_act_bwd: grad_in = grad_out * activation'(saved), where saved is the preact, or for relu
- * the output. grad_out, saved and grad_in have one shape and any strides. saved may have another
- * dtype. Bandwidth bound.
+ * the output. grad_out, saved and grad_in have the same shape and any strides. saved may have
+ * another dtype. The time is bound by memory bandwidth.
  *
- * If all three tensors are dense, a thread moves VALUES consecutive elements in one 16-byte
- * access of each. */
+ * If all three tensors are dense, a thread handles VALUES consecutive elements, with one 16-byte
+ * access to each tensor. */
 #include "../../host/launch.cuh"
 #include "../../tile/convert.cuh"
 #include "activation_slope.cuh"
@@ -27,7 +27,7 @@ template <class T> using Wide = typename element<T>::acc;
 
 template <class T>
 __device__ __forceinline__ T times_slope(gk_activation activation, T grad, Wide<T> slope) {
-    /* If relu is off, the gradient is 0 even if grad is infinite or NaN. */
+    /* If the slope of relu is 0, the gradient is 0 even if grad is infinite or NaN. */
     if (activation == GK_ACT_RELU && slope == 0) return from_acc<T>(Wide<T>(0));
     return from_acc<T>(to_acc(grad) * slope);
 }

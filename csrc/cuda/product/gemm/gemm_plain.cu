@@ -6,10 +6,11 @@
  * a [batch, M, K], b [batch, K, N]: any strides and alignment, also zero and negative strides.
  * out [batch, M, N].
  *
- * Grid: one block for each tile BM x BN of one split of k of one batch entry. With few tiles, k
- * is split (split.cuh). A block has WARPS_M x WARPS_N warps, and a warp 4 x 8 lanes. A thread
- * owns GM x GN groups of V x V sums, where V elements are 16 bytes. Groups are as far apart as
- * all lanes are wide, so that the lanes of one load read neighbours.
+ * Grid: one block for each tile BM x BN of one split of k of one batch entry. With few tiles, k is
+ * split (split.cuh); plain_plan.c decides this. A block has WARPS_M x WARPS_N warps, and a warp has
+ * 4 x 8 lanes. A thread owns GM x GN groups of V x V sums, where V elements are 16 bytes. Its
+ * groups are interleaved with those of the other lanes, so that the lanes of one load read
+ * neighbours.
  *
  * Shared memory, STAGES stages of
  *   a [BK][BM + V]   k outermost, so that a thread's V rows are one 16-byte load
@@ -18,10 +19,10 @@
  * Pipeline (pipeline.cuh), one barrier a step:
  *   copy     k0 k1 | k2   k3   k4  ..
  *   compute        | k0   k1   k2  ..
- * cp.async copies 16 bytes at a time, or single elements if k is the dense dimension, which
- * transposes. For elements outside the matrix, a copy of 0 bytes writes zeros.
+ * cp.async copies 16 bytes at a time. If an operand is K-major, it copies single elements, which
+ * transposes the operand. For elements outside the matrix, a copy of 0 bytes writes zeros.
  *
- * Refuses: 16-bit dtypes and tf32 (gemm_sm80). */
+ * Refuses: 16-bit dtypes. gemm_sm80 serves these and, if it can, tf32. */
 #include "../../ptx/cp_async.cuh"
 #include "../../layout/banks.cuh"
 #include "../../tile/pipeline.cuh"
@@ -61,8 +62,8 @@ template <class T, class Tile> struct Map {
     }
 };
 
-/* Copies one operand into the ring: [BK][BX] elements a step by cp.async. If x is the dense
- * dimension, lanes run along x, in 16-byte copies if rows are aligned. Else 8 lanes run along k. */
+/* Copies one operand into the ring by cp.async, [BK][BX] elements in a step. If ALONG_K, 8 lanes
+ * run along k. Otherwise lanes run along x, with 16-byte copies if rows are aligned. */
 template <class T, int BX, class Tile, bool ALONG_K> struct PlainCopy {
     static constexpr int BK = Tile::BK, THREADS = threads_of<Tile>();
     static constexpr int V = 16 / (int)sizeof(T), LD = BX + V, EACH = BX * BK / THREADS;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
     PlainCopy<T, BN, Tile, B_ALONG_K> b_copy((const T *)p.b + at.b + col0 * p.b_n + k0 * p.b_k,
                                              p.b_n, p.b_k, params.b_vectors, thread);
     const smem_addr a_s = cvta_to_shared(smem), b_s = a_s + STAGES * M::A_BYTES;
-    int64_t k_left = k_end - k0; /* from the next step to copy on */
+    int64_t k_left = k_end - k0; /* elements of k that are not copied yet */
     cp_ring<STAGES> ring;
     for (int j = 0; j < STAGES - 1; ++j) {
         if (j < steps) {
@@ -220,7 +221,8 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
     }
 
     /* ---- 3 the results ----------------------------------------------------------------------- */
-    /* V columns at a time. The loop is not unrolled and shifts the rows of sums up. */
+    /* One row of sums at a time, V columns at once. The loop is not unrolled, so that its code
+     * exists once: each pass takes row 0 of the sums and shifts the others up. */
 #pragma unroll 1
     for (int i = 0; i < TM; ++i) {
         const int64_t r = row0 + M::row(warp, lane, i / V) + i % V;

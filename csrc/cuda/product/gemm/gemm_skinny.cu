@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, in bfloat16
- * and float16. It reads the weights b once, as fast as memory delivers them; their bytes over
- * the bandwidth bound the time. If b has at most 16 columns, it computes out^T = b^T a^T.
+ * and float16. It reads the weights b once. The time is bound by the bandwidth of memory. If b has
+ * at most 16 columns instead, it computes out^T = b^T a^T.
  *
  * a [batch, M <= 16, K] tokens, K-major; b [batch, K, N] weights, K-major or MN-major; out
  * [batch, M, N] with any strides. Aligned instances need rows of 16-byte chunks and K a multiple
@@ -9,8 +9,8 @@
  *
  * Grid: at most one block an SM. All blocks take equally many tiles of R <= ROWS weights
  * (skinny_plan.c chooses R), over all of k. The warps split k: warp w takes every
- * SKINNY_WARPS-th 32 of k. Their sums meet in shared memory and are added in the order of the
- * warps. In mma.m16n8k16, weights are the 16 rows and tokens the 8 columns.
+ * SKINNY_WARPS-th 32 of k. The warps write their sums to shared memory, where they are added in the
+ * order of the warps. In mma.m16n8k16, weights are the 16 rows and tokens the 8 columns.
  *
  * Shared memory:
  *   ring  [warp][STAGES] of weights [ROWS][32] (MN-major: [32][ROWS]) and tokens [TOKENS][32]
@@ -18,9 +18,9 @@
  * In misaligned instances the ring holds the rows' raw chunks, and a warp shifts each step into
  * one pair of such tiles.
  *
- * Pipeline: every warp has its own ring and waits for no other warp. It goes on with the block's
- * next tile, so that memory stays busy while a tile's sums are added (here 4 stages, tiles of 3
- * steps):
+ * Pipeline: every warp has its own ring and waits for no other warp. It already copies steps of the
+ * block's next tile while a tile's sums are added, so that memory stays busy. With 4 stages and
+ * tiles of 3 steps:
  *   copy     s0 s1 s2 | s0' s1' s2'        s0'' ..
  *   mma               | s0  s1  s2  [sums] s0'  ..
  *
@@ -86,17 +86,18 @@ __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *from_g, int
                                row + i * ROWS < rows_valid ? bytes : 0);
 }
 
-/* A warp's next copies: it goes through the steps of a tile, then those of the block's next
- * tile. */
+/* The position of a warp's next copy. It runs through the warp's steps of a tile, and then through
+ * those of the block's next tile. */
 template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
     const T *w_g, *x_g; /* first weight and token of the step */
-    int64_t tile, k;    /* k: of the warp's next step */
-    int64_t steps_left; /* of the tile */
+    int64_t tile, k;    /* k: where the warp's next step begins */
+    int64_t steps_left; /* steps of the tile that are not copied yet */
     int rows_valid;
 
-    /* K-major weights: blocks start at different steps and wrap around, because otherwise all
-     * blocks would read the same tokens from one part of L2. MN-major weights: neighbouring
-     * blocks read the same pages of memory and are faster in the same order. */
+    /* Begins a tile. With K-major weights, blocks start at different steps and wrap around.
+     * Otherwise all blocks would read the same tokens from one part of L2 at once. With MN-major
+     * weights, neighbouring blocks read the same pages of memory, and are faster if they start
+     * together. */
     __device__ __forceinline__ void enter(const GemmProblem &p, int64_t tile_, int warp) {
         const unsigned steps = (unsigned)(p.split_k / BLOCK_STEP);
         const unsigned first = ALONG_N ? 0 : blockIdx.x % steps;
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     const smem_addr ring_s = cvta_to_shared(smem) + warp * (S::STAGES * S::STAGE);
     float *sums = (float *)(smem + S::SUMS);
     const smem_addr tiles_s = MISALIGNED ? cvta_to_shared(smem) + S::RING + warp * S::TILES
-                                         : ring_s; /* of the first step */
+                                         : ring_s; /* the tiles of the first step */
     const smem_addr w_base =
         ALONG_N ? frag_a_trans_base<Weights>(tiles_s, lane) : frag_a_base<Weights>(tiles_s, lane);
     /* One ldmatrix loads 8 tokens x 32 of k; matrix i is chunk i. */

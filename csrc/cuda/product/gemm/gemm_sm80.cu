@@ -2,9 +2,9 @@
 /* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync, for
  * bfloat16, float16 and tf32.
  *
- * a [batch, M, K], b [batch, K, N]: each K-major or MN-major (NN, NT, TN, TT), or in the "any"
- * instances with any strides. bias [N], c broadcasts, out [batch, M, N], preact like out. Sums
- * are float32 and rounded once.
+ * a [batch, M, K] and b [batch, K, N] are each K-major or MN-major (NN, NT, TN, TT). The "any"
+ * instances take any strides. bias has shape [N], c broadcasts to out, out has shape [batch, M, N],
+ * and preact has that of out. Sums are float32 and are rounded once.
  *
  * Grid: a block for each tile BM x BN of one split of k of one batch entry, in the order of
  * order.cuh. A warp owns WM x WN. With few tiles, k is split (split.cuh). sm80_plan.c chooses the
@@ -29,9 +29,9 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int RING = Ring<T, Tile, MODE>::BYTES, SUMS = Tile::THREADS / 32 * WARP_SUMS;
     static constexpr int BYTES = RING > SUMS ? RING : SUMS;
 
-    /* Byte offsets that the lanes access: a pair of sums on the way in, 8 columns on the way
-     * out. The 8 columns are two 16-byte halves, of which every second group of four lanes reads
-     * the later half first. */
+    /* Byte offsets that the lanes access in `sums`. A lane writes pairs of sums and reads 8
+     * columns. The 8 columns are two halves of 16 bytes. Every second group of four lanes reads the
+     * later half first, which avoids bank conflicts. */
     static constexpr GK_HD int pair_at(int lane) { return (lane / 4 * SUM_LD + lane % 4 * 2) * 4; }
     static constexpr GK_HD int octet_at(int lane) {
         return (lane / (Tile::WN / 8) * SUM_LD + lane % (Tile::WN / 8) * 8) * 4;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
                             S::pair_at(lane)) = make_float2(sum[i][n][2 * h], sum[i][n][2 * h + 1]);
     __syncwarp(); /* lanes read what other lanes wrote */
 
-    constexpr int OCTETS = WN / 8, ROWS = 32 / OCTETS; /* lanes a row; rows a pass */
+    constexpr int OCTETS = WN / 8, ROWS = 32 / OCTETS; /* lanes of a row; rows of a pass */
     const int64_t col = col0 + warp_n + lane % OCTETS * 8;
     const int valid = (int)min((int64_t)8, p.n - col);
     if (valid <= 0) return;

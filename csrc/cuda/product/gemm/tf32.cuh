@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tf32.cuh: the parts of gemm_tf32_sm90a that serve swap-AB with float32 operands. TMA rounds
- * the operands to tf32 while it copies.
+/* tf32.cuh: the products and the store of gemm_tf32_sm90a with swap-AB: out^T = b^T a^T for float32
+ * operands. TMA rounds the operands to tf32 while it copies.
  *
- * WGMMA reads tf32 from shared memory K-major only. So an MN-major operand b [K, N] becomes
- * WGMMA's A, in registers, and the product is out^T = b^T a^T. Any other operand that is not
- * K-major is copied first (realign.cuh).
+ * WGMMA reads tf32 from shared memory only if it is K-major. So an MN-major b [K, N] becomes
+ * WGMMA's first operand A, which comes from registers. Any other operand that is not K-major is
+ * copied first (realign.cuh).
  *
- * Pipeline, in products of 8 of k: four sets of fragments, each loaded two products ahead.
+ * Pipeline: a product is 8 of k. There are four sets of fragments, and each is loaded two products
+ * before it is used.
  *   loads      f0 f1 f2 |   f3 |    f0'  |  f1'        of the next step from product 1 on
  *   products            0      1    2       3    0'    one is in flight while the next is issued
  *
- * With two sets, a load's latency stood between products: 128 x 128 tiles of one warpgroup took
- * 1.6 times as long. */
+ * With two sets, products waited for the latency of loads: 128 x 128 tiles of one warpgroup
+ * took 1.6 times as long. */
 #ifndef GPUKERN_CUDA_GEMM_TF32_CUH
 #define GPUKERN_CUDA_GEMM_TF32_CUH
 
@@ -31,8 +32,8 @@ constexpr GK_HD int tf32_load_ways(int k) {
 static_assert(tf32_load_ways(0) == 1 && tf32_load_ways(4) == 1,
               "the lanes' loads fall into 32 banks");
 
-/* Loads A of two products, 8 of k from 8 kk on. at_s: tf32_offset(lane, lane % 4) in the warp's
- * panel. */
+/* Loads A of two products (two times 64 rows), for the 8 of k from 8 kk on. at_s: address of
+ * tf32_offset(lane, lane % 4) in the warp's panel. */
 __device__ __forceinline__ void load_tf32(uint32_t (&a)[2][4], smem_addr at_s, int kk) {
     /* 4 of k further on, the swizzle flips bit 2 of the chunk. */
     const uint4 x = ld_shared_128(at_s + kk * WGMMA_BLOCK_BYTES),
@@ -51,8 +52,8 @@ static_assert(tf32_offset(0, 4) == (tf32_offset(0, 0) ^ 64) + 512 &&
                   tf32_offset(13, 25) == tf32_offset(13, 1) + 3 * WGMMA_BLOCK_BYTES,
               "the steps of load_tf32");
 
-/* Sums a tile over `steps` stages. panel_s: the warp's panel in the first stage; b_s: B there.
- * release(barrier) releases a stage. */
+/* Sums a tile's products over `steps` stages. panel_s and b_s: addresses of the warp's panel and of
+ * B in stage 0. release(barrier) releases a stage. */
 template <class B, int STAGE_BYTES, int N, int STAGES, class Release>
 __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STAGES> &ring,
                                                 smem_addr panel_s, smem_addr b_s, int steps,
@@ -92,7 +93,7 @@ __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STA
 }
 
 /* ---- results --------------------------------------------------------------------------------- */
-/* Four neighbouring columns of row 8 j + 2 (lane % 4) + e of the result, from column 4
+/* v becomes four neighbouring results: row 8 j + 2 (lane % 4) + e, and columns from 4
  * tf32_chunk(lane) of the warp's 32 on. */
 template <int N>
 __device__ __forceinline__ void tf32_four(const float (&sum)[2][N], int j, int e, float *v) {
@@ -109,8 +110,8 @@ template <class Panel> constexpr GK_HD int tf32_store_ways(int e) {
     return ways(bytes, 16);
 }
 
-/* Stores 16 rows of the warp's 32 columns through a panel and TMA. Without c; activation none or
- * relu. A Where of epilogue.cuh. */
+/* The Where of epilogue.cuh that stores 16 rows of the warp's 32 columns through a panel and TMA.
+ * It has no c, and no activation but relu. */
 template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryEpilogue {
     static constexpr bool C = false, OWN_BIAS = true;
     static_assert(tf32_store_ways<Panel>(0) == 1 && tf32_store_ways<Panel>(1) == 1,
@@ -179,8 +180,8 @@ __device__ __forceinline__ void store_plain_transposed(const Params &x, const fl
     }
 }
 
-/* Stores any other result from registers: eight lanes write 128 bytes of a row. The loop is not
- * unrolled and shifts the sums down. */
+/* Stores results with any epilogue and strides from registers. Eight lanes write 128 bytes of a
+ * row. The loop is not unrolled, so that its code exists once: each pass shifts the sums down. */
 template <int N>
 __device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const GemmPlace &at,
                                                      float (&sum)[2][N], int64_t row0, int64_t col0,

@@ -2,8 +2,8 @@
 /* dequantize: out = codes * scale, rounded once (gk_dequantize). codes [..., M, K] and scale []
  * or [..., Sm, Sk] have any strides; out is contiguous.
  *
- * A thread takes N groups of VEC columns of a row. It loads all of their codes first, then
- * writes at least 16 bytes at a time. Bandwidth bound. */
+ * A thread takes N groups of VEC columns of a row. It loads all of their codes first, then writes
+ * at least 16 bytes at a time. The time is bound by memory bandwidth. */
 #include "../../../formats/scales.h"
 #include "../../host/launch.cuh"
 #include "../../tile/codes.cuh"
@@ -19,10 +19,10 @@ struct Params {
     gk_scales scales;
     int64_t rows, m, k, col;
     int64_t shape[GK_MAX_DIMS], stride[GK_MAX_DIMS], scale_stride[GK_MAX_DIMS];
-    /* ndim: dimensions of codes without the last. lanes: threads of a row, or of a segment of it.
-     * groups: rows of a block. */
+    /* ndim: dimensions of codes without the last. lanes: threads that share a row, or a segment of
+     * it. groups: rows of a block. */
     int ndim, lanes, groups;
-    unsigned segments; /* of a row */
+    unsigned segments; /* segments of a row, one for each block */
     gk_dtype dtype;
     bool vec, wide; /* vec: 8 codes are one load; wide: 16-byte stores */
 };

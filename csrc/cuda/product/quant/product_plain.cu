@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* product_plain: scaled_gemm, weight_gemm and sparse_gemm on every GPU (plain.cuh). The slow
- * fallback. */
+/* product_plain: scaled_gemm, weight_gemm and sparse_gemm on every GPU and for every call, by
+ * plain.cuh. It is slow and serves only calls that no other kernel serves. */
 #include "plain.cuh"
 #include "weight_groups.cuh"
 
@@ -40,8 +40,8 @@ struct WeightB {
     }
 };
 
-/* Groups of rows: as in grouped_gemm_plain.cu, a group has as many blocks as all rows would need,
- * and the last plane of the grid writes zeros behind the last group's end. */
+/* Groups of rows are handled as in grouped_gemm_plain.cu. Each group has as many blocks as all rows
+ * would need. The last plane of the grid writes zeros behind the last group's end. */
 struct GroupedWeightParams {
     PlainParams<WeightB> x;
     const int32_t *offs;

@@ -8,10 +8,14 @@
  * a [M, K] and b [K, N] are read K-major in rows of whole 16 bytes. Other layouts are first copied
  * (k_major_copy.cuh).
  *
- * A block computes a tile of the result, in the order of order.cuh. LARGE tiles multiply the
- * final sums by scales of rows and columns. BLOCKS tiles multiply by scales along k after each
- * 128 or 32 of k. SMALL tiles of 16 rows do either. int8 sums are exact within a block of one
- * scale. Other sums are float32, so `accumulate` makes no difference. */
+ * A block computes a tile of the result, in the order of order.cuh. There are three kinds of tiles:
+ *   LARGE    multiplies the final sums by the scales of rows and columns
+ *   BLOCKS   multiplies sums of 128 or 32 of k by scales along k
+ *   SMALL    has 16 rows and does either
+ * int8 sums are exact within a block of k that has one scale. Other sums are float32, so
+ * `accumulate` makes no difference.
+ *
+ * Workspace: the copies. */
 #include "../../../core/invariant.h"
 #include "../gemm/order.cuh"
 #include "codes_mma.cuh"
@@ -30,7 +34,7 @@ struct Params {
     Finish f;
     Vectors vectors;
     TwoCodeBits bits;
-    float up; /* factor that undoes the scaling of decoded codes (down_of) */
+    float up; /* factor for the sums, which undoes the scaling of decoded codes (down_of) */
     int tiles_m, tiles_n;
 };
 
@@ -131,7 +135,7 @@ struct Plan {
 
 enum Key { /* of an instance */
     KEY_KIND,
-    KEY_B, /* dtype of b */
+    KEY_B, /* dtype of b, or NO_DTYPE */
     KEY_BM,
     KEY_BN,
     KEY_BK,
@@ -237,8 +241,8 @@ const gk_cuda_instance instances[] = {
     ROW("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
 };
 
-/* Chooses the first LARGE or BLOCKS instance that serves the call. SMALL tiles come first for
- * small M, or if large tiles would leave most SMs idle, but not in a batch-invariant call. */
+/* Chooses the first LARGE or BLOCKS instance that serves the call. SMALL tiles are preferred for
+ * small M, and if large tiles would leave most SMs idle, but not in a batch-invariant call. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t large = gk_ceil_div(g->a.shape[0], 128) * gk_ceil_div(g->b.shape[1], 128);

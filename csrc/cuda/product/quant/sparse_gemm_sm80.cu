@@ -5,12 +5,12 @@
  *
  *   out^T [N, M] = activation(scale_b scale_a (W A^T) + bias)
  *
- * a [M, K] is K-major; values [N, K / 2] and meta [N, K / 8] come from sparse_pack. Only the
- * instruction's first operand may be sparse. So the weight's rows are the tile's rows, the rows
- * of a (tokens) its columns, and results are transposed through shared memory.
+ * a [M, K] is K-major. values [N, K / 2] and meta [N, K / 8] come from sparse_pack. Only the
+ * instruction's first operand may be sparse. So the rows of a tile are weight rows, and its columns
+ * are rows of a (tokens). Results are transposed through shared memory.
  *
- * The loop is mainloop_sm80.cuh's with half of k in the weight's tile. Meta goes through shared
- * memory in stages of its own, together with the tiles of its step.
+ * The loop is that of mainloop_sm80.cuh, with half of k in the weight's tile. Meta has stages of
+ * its own in shared memory. It is copied together with the tiles of its step.
  *
  * Workspace: a copy of an int8 a that is not K-major or aligned (k_major_copy.cuh).
  *
@@ -32,7 +32,7 @@ struct Params {
     const void *values, *a;
     const uint8_t *meta;
     int64_t values_row, a_row, meta_row;
-    int m, n, k, meta_bytes; /* meta_bytes: of a row */
+    int m, n, k, meta_bytes; /* meta_bytes: bytes of meta of a weight row */
     gk_scales sa, sb;
     Finish f;
     Vectors vectors;
@@ -58,8 +58,8 @@ template <class T, class Tile> struct SparseProduct : DefaultProduct {
     struct B { /* [columns 8 h][k in order] */
         uint32_t r[2][4];
     };
-    /* WORDS: words of meta of a lane for a step; with 16 bits word i serves both instructions.
-     * ROW: bytes of meta of a row and step. */
+    /* WORDS: words of meta that a lane needs for a step. With 16-bit elements, both instructions
+     * use the same word. ROW: bytes of meta of a weight row for a step. */
     static constexpr int WORDS = BYTES ? 2 * MT : MT, ROW = BYTES ? 16 : 8, STAGE = Tile::BM * ROW;
     uint32_t now[WORDS];
     const Params &p;
@@ -76,7 +76,9 @@ template <class T, class Tile> struct SparseProduct : DefaultProduct {
         mine_g = p.meta + (copies ? row0 + row : 0) * p.meta_row;
         for (int j = 0; j < Tile::STAGES - 1; ++j) copy(j);
     }
-    /* Bytes after the row's end become zeros; the values there are zeros, too. */
+    /* Copies meta of step j. Bytes after the row's end become zeros. The values there are zeros,
+     * too.
+     */
     __device__ __forceinline__ void copy(int j) const {
         if (!copies) return;
         const smem_addr to_s = meta_s + (unsigned)j % Tile::STAGES * STAGE + threadIdx.x * ROW;
@@ -117,8 +119,8 @@ template <class T, class Tile> struct SparseProduct : DefaultProduct {
         }
     }
     __device__ __forceinline__ void begin() { read(0); }
-    /* Copies meta of the step that the ring copies next. All warps read the stage's old contents
-     * before the last barrier but one. */
+    /* Copies meta of the step that the ring copies next. All warps have read the stage's previous
+     * contents before the barrier of step j - 1. */
     __device__ __forceinline__ void before_barrier(int j) { copy(j + Tile::STAGES - 1); }
     template <class Sums> __device__ __forceinline__ void join(Sums &, int q, bool) {
         if (q % KK == KK - 1) read(q / KK + 1);
