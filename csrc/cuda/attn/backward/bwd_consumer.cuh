@@ -412,19 +412,30 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS)
 }
 
 /* ---- 4. launcher ----------------------------------------------------------------------------- */
-/* True if an instance can run the call. key: {largest head_dim, largest head_dim_v, variant, bytes
- * of shared memory, rows of a tile}. The variant has bit 0 for softcap, ALiBi or a scale that is
- * not positive, and bit 1 for deterministic calls. */
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
+/* An instance's key. */
+struct BwdKey {
+    enum {
+        HEAD_DIM,
+        HEAD_DIM_V,
+        FORM, /* bit 0: softcap, ALiBi or a scale that is not positive; bit 1: deterministic */
+        SMEM, /* bytes of shared memory */
+        BQ    /* rows of a tile */
+    };
+};
+
+/* True if an instance can run the call. */
+bool serves(const gk_cuda_instance *instance, const gk_context *ctx,
+            const gk_flash_attn_bwd_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
     const bool modified = f.rules.softcap > 0 || f.rules.alibi_slopes || !(f.rules.scale > 0);
-    return f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] &&
-           (modified ? 1 : 0) + (a->deterministic ? 2 : 0) == row->key[2] &&
+    return f.q.shape[last] <= instance->key[BwdKey::HEAD_DIM] &&
+           f.v.shape[last] <= instance->key[BwdKey::HEAD_DIM_V] &&
+           (modified ? 1 : 0) + (a->deterministic ? 2 : 0) == instance->key[BwdKey::FORM] &&
            tensor_map_fits(attn_shape(f.q)) && tensor_map_fits(attn_shape(f.k)) &&
            tensor_map_fits(attn_shape(f.v)) && tensor_map_fits(attn_shape(a->grad_out)) &&
            rows_aligned(a->dq) && rows_aligned(a->dk) && rows_aligned(a->dv) &&
-           smem_fits(ctx, row->key[3]);
+           smem_fits(ctx, instance->key[BwdKey::SMEM]);
 }
 
 /* True if the sequences are short enough for this tile. A tile with fewer rows wastes less at the
@@ -503,9 +514,9 @@ template <class Tile> size_t counters_bytes(const BwdGrid &grid, const Bwd &g, b
 }
 
 template <class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!serves(row, ctx, a) || !short_enough<Tile>(a->fwd)) return false;
+    if (!serves(instance, ctx, a) || !short_enough<Tile>(a->fwd)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
     g.stats_apart = true;
     g.lse_factor = LOG2_E;
@@ -575,7 +586,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 }
 
 /* One instance. MODIFIED: with softcap or ALiBi. ORDERED: dQ is added in a fixed order. */
-#define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED, ORDERED)                               \
+#define BWD_INSTANCE(name, T, dtype, CONSUMER, TILE, MODIFIED, ORDERED)                          \
     {name,                                                                                       \
      dtype,                                                                                      \
      plan<TILE>,                                                                                 \
@@ -583,22 +594,23 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED + 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
 /* Instances without softcap and ALiBi: both types, unordered and ordered. */
-#define BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE)                                       \
-    BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),        \
-        BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),             \
-        BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, \
-                true),                                                                         \
-        BWD_ROW(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true)
+#define BWD_UNMODIFIED_INSTANCES(file, label, CONSUMER, TILE)                                \
+    BWD_INSTANCE(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false), \
+        BWD_INSTANCE(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),      \
+        BWD_INSTANCE(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, \
+                     false, true),                                                           \
+        BWD_INSTANCE(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true)
 /* All instances of a head_dim. */
-#define BWD_ROWS(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)                      \
-    BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE),                                              \
-        BWD_ROW(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, true,  \
-                false),                                                                            \
-        BWD_ROW(file "_f16_" label "_score", __half, GK_F16, CONSUMER, SCORE_TILE, true, false),   \
-        BWD_ROW(file "_bf16_" label "_score_ordered", __nv_bfloat16, GK_BF16, CONSUMER,            \
-                SCORE_ORDERED_TILE, true, true),                                                   \
-        BWD_ROW(file "_f16_" label "_score_ordered", __half, GK_F16, CONSUMER, SCORE_ORDERED_TILE, \
-                true, true)
+#define BWD_INSTANCES(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)               \
+    BWD_UNMODIFIED_INSTANCES(file, label, CONSUMER, TILE),                                       \
+        BWD_INSTANCE(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, \
+                     true, false),                                                               \
+        BWD_INSTANCE(file "_f16_" label "_score", __half, GK_F16, CONSUMER, SCORE_TILE, true,    \
+                     false),                                                                     \
+        BWD_INSTANCE(file "_bf16_" label "_score_ordered", __nv_bfloat16, GK_BF16, CONSUMER,     \
+                     SCORE_ORDERED_TILE, true, true),                                            \
+        BWD_INSTANCE(file "_f16_" label "_score_ordered", __half, GK_F16, CONSUMER,              \
+                     SCORE_ORDERED_TILE, true, true)
 
 } // namespace
 

@@ -407,10 +407,10 @@ struct MaskedSpace {
 };
 
 template <class Tile, class Bias = BwdBiasByTma<Tile>>
-bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_masked(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    if (!serves_masked<Tile, Bias>(a) || !plan<Tile>(row, ctx, args, to)) return false;
+    if (!serves_masked<Tile, Bias>(a) || !plan<Tile>(instance, ctx, args, to)) return false;
     const Bwd &g = gk_own<Bwd>(to);
     BwdGrid grid = grid_of<Tile>(ctx, a, g);
     if (grid.rows == 0) return false; /* the call has no keys or no rows */

@@ -6,21 +6,22 @@
 
 namespace {
 
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)  \
-    {NAME,                                  \
-     DTYPE,                                 \
-     plan<TILE, DQ_TILE>,                   \
-     run<T, TILE, DQ_TILE, true>,           \
-     {TILE::head_dim, TILE::bq, TILE::bkv}, \
+#define INSTANCE(NAME, DTYPE, T, TILE, DQ_TILE) \
+    {NAME,                                      \
+     DTYPE,                                     \
+     plan<TILE, DQ_TILE>,                       \
+     run<T, TILE, DQ_TILE, true>,               \
+     {TILE::head_dim, TILE::bq, TILE::bkv},     \
      NULL}
 
 const gk_cuda_instance table[] = {
-    ROW("flash_attn_bwd_drop_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64Drop, BwdDq64),
-    ROW("flash_attn_bwd_drop_sm80_f16_d64", GK_F16, __half, Bwd64Drop, BwdDq64),
-    ROW("flash_attn_bwd_drop_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128Drop, BwdDq128Drop),
-    ROW("flash_attn_bwd_drop_sm80_f16_d128", GK_F16, __half, Bwd128Drop, BwdDq128Drop),
-    ROW("flash_attn_bwd_drop_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256Drop, BwdDq256),
-    ROW("flash_attn_bwd_drop_sm80_f16_d256", GK_F16, __half, Bwd256Drop, BwdDq256),
+    INSTANCE("flash_attn_bwd_drop_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64Drop, BwdDq64),
+    INSTANCE("flash_attn_bwd_drop_sm80_f16_d64", GK_F16, __half, Bwd64Drop, BwdDq64),
+    INSTANCE("flash_attn_bwd_drop_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128Drop,
+             BwdDq128Drop),
+    INSTANCE("flash_attn_bwd_drop_sm80_f16_d128", GK_F16, __half, Bwd128Drop, BwdDq128Drop),
+    INSTANCE("flash_attn_bwd_drop_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256Drop, BwdDq256),
+    INSTANCE("flash_attn_bwd_drop_sm80_f16_d256", GK_F16, __half, Bwd256Drop, BwdDq256),
 };
 
 } // namespace

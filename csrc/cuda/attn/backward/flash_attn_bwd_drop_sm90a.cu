@@ -32,9 +32,10 @@ struct BwdDropConsumer : BwdConsumer<T, Tile_, false, ORDERED> {
 
 /* ---- 2. launcher ----------------------------------------------------------------------------- */
 template <class Tile>
-bool plan_drop(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_drop(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
+               gk_plan *to) {
     return drop_rows_fit(&((const gk_flash_attn_bwd_args *)args)->fwd) &&
-           plan<Tile>(row, ctx, args, to);
+           plan<Tile>(instance, ctx, args, to);
 }
 
 template <class T, class Tile, bool ORDERED>
@@ -49,25 +50,25 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
 }
 
 /* ---- 3. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE, ORDERED)                                            \
+#define INSTANCE(name, T, dtype, TILE, ORDERED)                                       \
     {name,                                                                            \
      dtype,                                                                           \
      plan_drop<TILE>,                                                                 \
      run_drop<T, TILE, ORDERED>,                                                      \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
-#define ROWS(label, TILE, ORDERED)                                                       \
-    ROW("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, ORDERED), \
-        ROW("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE, ORDERED)
+#define INSTANCES(label, TILE, ORDERED)                                                       \
+    INSTANCE("flash_attn_bwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, ORDERED), \
+        INSTANCE("flash_attn_bwd_drop_sm90a_f16_" label, __half, GK_F16, TILE, ORDERED)
 
 typedef BwdDrop<BwdDropHopper64, 2> Drop64;
 typedef BwdDrop<BwdHopper96Score, 4> Drop96;
 typedef BwdDrop<BwdHopper128Score, 4> Drop128;
 
 const gk_cuda_instance instances[] = {
-    ROWS("d64", Drop64, false),   ROWS("d64_ordered", Drop64, true),
-    ROWS("d96", Drop96, false),   ROWS("d96_ordered", Drop96, true),
-    ROWS("d128", Drop128, false), ROWS("d128_ordered", Drop128, true)};
+    INSTANCES("d64", Drop64, false),   INSTANCES("d64_ordered", Drop64, true),
+    INSTANCES("d96", Drop96, false),   INSTANCES("d96_ordered", Drop96, true),
+    INSTANCES("d128", Drop128, false), INSTANCES("d128_ordered", Drop128, true)};
 
 } // namespace
 

@@ -228,16 +228,16 @@ struct BwdMaskedConsumer : BwdConsumer<T, Tile_, MODIFIED, ORDERED> {
 };
 
 /* ---- 3. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE)                                           \
+#define INSTANCE(name, T, dtype, TILE)                                      \
     {name,                                                                  \
      dtype,                                                                 \
      plan_masked<TILE>,                                                     \
      run_masked<T, BwdMaskedConsumer<T, TILE, false, false>>,               \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
-#define ROWS(label, TILE)                                                         \
-    ROW("flash_attn_bwd_masked_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
-        ROW("flash_attn_bwd_masked_sm90a_f16_" label, __half, GK_F16, TILE)
+#define INSTANCES(label, TILE)                                                         \
+    INSTANCE("flash_attn_bwd_masked_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        INSTANCE("flash_attn_bwd_masked_sm90a_f16_" label, __half, GK_F16, TILE)
 
 typedef BwdMasked<BwdHopper64, 1, 0> Masked64;
 typedef BwdMasked<BwdHopper64Score, 0, 1> Biased64;
@@ -246,12 +246,12 @@ typedef BwdMasked<BwdHopper128Score, 1, 0> Masked128;
 typedef BwdMasked<BwdHopper128Score, 0, 1> Biased128;
 typedef BwdMasked<BwdHopper128Score, 1, 1> MaskedBiased128;
 
-const gk_cuda_instance instances[] = {ROWS("d64_mask", Masked64),
-                                      ROWS("d64_bias", Biased64),
-                                      ROWS("d64_mask_bias", MaskedBiased64),
-                                      ROWS("d128_mask", Masked128),
-                                      ROWS("d128_bias", Biased128),
-                                      ROWS("d128_mask_bias", MaskedBiased128)};
+const gk_cuda_instance instances[] = {INSTANCES("d64_mask", Masked64),
+                                      INSTANCES("d64_bias", Biased64),
+                                      INSTANCES("d64_mask_bias", MaskedBiased64),
+                                      INSTANCES("d128_mask", Masked128),
+                                      INSTANCES("d128_bias", Biased128),
+                                      INSTANCES("d128_mask_bias", MaskedBiased128)};
 
 } // namespace
 

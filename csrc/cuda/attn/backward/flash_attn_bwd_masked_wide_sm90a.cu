@@ -264,16 +264,16 @@ struct BwdMaskedWideConsumer : BwdWideConsumer<T, Tile_, MODIFIED, ORDERED> {
 };
 
 /* ---- 4. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE)                                                  \
+#define INSTANCE(name, T, dtype, TILE)                                             \
     {name,                                                                         \
      dtype,                                                                        \
      plan_masked<TILE, BiasOf<T, TILE>>,                                           \
      run_masked<T, BwdMaskedWideConsumer<T, TILE, false, false>, BiasOf<T, TILE>>, \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, BwdSmem<TILE>::BYTES, TILE::BQ},        \
      NULL}
-#define ROWS(label, TILE)                                                              \
-    ROW("flash_attn_bwd_masked_wide_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
-        ROW("flash_attn_bwd_masked_wide_sm90a_f16_" label, __half, GK_F16, TILE)
+#define INSTANCES(label, TILE)                                                              \
+    INSTANCE("flash_attn_bwd_masked_wide_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        INSTANCE("flash_attn_bwd_masked_wide_sm90a_f16_" label, __half, GK_F16, TILE)
 
 template <class T, class Tile>
 using BiasOf =
@@ -288,14 +288,14 @@ typedef BwdMasked<BwdHopper256, 0, BWD_BIAS> Biased256;
 typedef BwdMasked<BwdHopper256, 1, BWD_BIAS> MaskedBiased256;
 typedef BwdMasked<BwdHopper256, 0, BWD_DISTANCE> Distance256;
 
-const gk_cuda_instance instances[] = {ROWS("d192_mask", Masked192),
-                                      ROWS("d192_bias", Biased192),
-                                      ROWS("d192_mask_bias", MaskedBiased192),
-                                      ROWS("d192_distance", Distance192),
-                                      ROWS("d256_mask", Masked256),
-                                      ROWS("d256_bias", Biased256),
-                                      ROWS("d256_mask_bias", MaskedBiased256),
-                                      ROWS("d256_distance", Distance256)};
+const gk_cuda_instance instances[] = {INSTANCES("d192_mask", Masked192),
+                                      INSTANCES("d192_bias", Biased192),
+                                      INSTANCES("d192_mask_bias", MaskedBiased192),
+                                      INSTANCES("d192_distance", Distance192),
+                                      INSTANCES("d256_mask", Masked256),
+                                      INSTANCES("d256_bias", Biased256),
+                                      INSTANCES("d256_mask_bias", MaskedBiased256),
+                                      INSTANCES("d256_distance", Distance256)};
 
 } // namespace
 

@@ -25,13 +25,14 @@ struct BwdPartialConsumer : BwdConsumer<T, Tile, MODIFIED, ORDERED> {
     }
 };
 
-#define ROWS(label, TILE)                                                                      \
-    BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label, __nv_bfloat16, GK_BF16,                \
-            BwdPartialConsumer, TILE, false, false),                                           \
-        BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, \
-                BwdPartialConsumer, TILE, false, true)
+#define INSTANCES(label, TILE)                                                             \
+    BWD_INSTANCE("flash_attn_bwd_partial_sm90a_bf16_" label, __nv_bfloat16, GK_BF16,       \
+                 BwdPartialConsumer, TILE, false, false),                                  \
+        BWD_INSTANCE("flash_attn_bwd_partial_sm90a_bf16_" label "_ordered", __nv_bfloat16, \
+                     GK_BF16, BwdPartialConsumer, TILE, false, true)
 
-const gk_cuda_instance instances[] = {ROWS("d64", BwdHopper64), ROWS("d128", BwdHopper128)};
+const gk_cuda_instance instances[] = {INSTANCES("d64", BwdHopper64),
+                                      INSTANCES("d128", BwdHopper128)};
 
 } // namespace
 

@@ -32,11 +32,11 @@ size_t sums_bytes(const gk_flash_attn_bwd_args *a) {
 }
 
 template <class Tile, class DqTile, bool DROP>
-bool plan_scores(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_scores(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!gk_scores_of_bwd(a) || a->deterministic || (a->fwd.dropout_p > 0) != DROP ||
-        !plan<Tile, DqTile>(row, ctx, args, to))
+        !plan<Tile, DqTile>(instance, ctx, args, to))
         return false;
     to->workspace_bytes += sums_bytes(a);
     return true;
@@ -99,22 +99,26 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
     return launch<dbias_round_kernel<T>>(OP, ctx, blocks, ROUND_THREADS, 0, x);
 }
 
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE, DROP) \
-    {NAME,                                       \
-     DTYPE,                                      \
-     plan_scores<TILE, DQ_TILE, DROP>,           \
-     run_scores<T, TILE, DROP>,                  \
-     {TILE::head_dim, TILE::bq, TILE::bkv},      \
+#define INSTANCE(NAME, DTYPE, T, TILE, DQ_TILE, DROP) \
+    {NAME,                                            \
+     DTYPE,                                           \
+     plan_scores<TILE, DQ_TILE, DROP>,                \
+     run_scores<T, TILE, DROP>,                       \
+     {TILE::head_dim, TILE::bq, TILE::bkv},           \
      NULL}
-#define ROWS(label, TILE, DQ_TILE, DROP)                                                        \
-    ROW("flash_attn_bwd_scores_sm80_bf16_" label, GK_BF16, __nv_bfloat16, TILE, DQ_TILE, DROP), \
-        ROW("flash_attn_bwd_scores_sm80_f16_" label, GK_F16, __half, TILE, DQ_TILE, DROP)
+#define INSTANCES(label, TILE, DQ_TILE, DROP)                                                 \
+    INSTANCE("flash_attn_bwd_scores_sm80_bf16_" label, GK_BF16, __nv_bfloat16, TILE, DQ_TILE, \
+             DROP),                                                                           \
+        INSTANCE("flash_attn_bwd_scores_sm80_f16_" label, GK_F16, __half, TILE, DQ_TILE, DROP)
 
 const gk_cuda_instance table[] = {
-    ROWS("d64", BwdScores64, BwdDq64, false),        ROWS("d128", BwdScores128, BwdDq128, false),
-    ROWS("d128_small", Bwd128Drop, BwdDq128, false), ROWS("d256", BwdScores256, BwdDq256, false),
-    ROWS("d64_drop", Bwd64Drop, BwdDq64, true),      ROWS("d128_drop", Bwd128Drop, BwdDq128, true),
-    ROWS("d256_drop", Bwd256Drop, BwdDq256, true),
+    INSTANCES("d64", BwdScores64, BwdDq64, false),
+    INSTANCES("d128", BwdScores128, BwdDq128, false),
+    INSTANCES("d128_small", Bwd128Drop, BwdDq128, false),
+    INSTANCES("d256", BwdScores256, BwdDq256, false),
+    INSTANCES("d64_drop", Bwd64Drop, BwdDq64, true),
+    INSTANCES("d128_drop", Bwd128Drop, BwdDq128, true),
+    INSTANCES("d256_drop", Bwd256Drop, BwdDq256, true),
 };
 
 } // namespace

@@ -336,13 +336,13 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     return status;
 }
 
-#define ROW(NAME, TILE) \
+#define INSTANCE(NAME, TILE) \
     {NAME, GK_F32, plan<TILE>, run<TILE>, {TILE::head_dim, TILE::pass, TILE::stay}, NULL}
 
 const gk_cuda_instance table[] = {
-    ROW("flash_attn_bwd_simt_f32_d64", BwdSimt64),
-    ROW("flash_attn_bwd_simt_f32_d128", BwdSimt128),
-    ROW("flash_attn_bwd_simt_f32_d256", BwdSimt256),
+    INSTANCE("flash_attn_bwd_simt_f32_d64", BwdSimt64),
+    INSTANCE("flash_attn_bwd_simt_f32_d128", BwdSimt128),
+    INSTANCE("flash_attn_bwd_simt_f32_d256", BwdSimt256),
 };
 
 } // namespace

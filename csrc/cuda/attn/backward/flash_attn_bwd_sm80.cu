@@ -6,25 +6,26 @@
 
 namespace {
 
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)  \
-    {NAME,                                  \
-     DTYPE,                                 \
-     plan<TILE, DQ_TILE>,                   \
-     run<T, TILE, DQ_TILE, false>,          \
-     {TILE::head_dim, TILE::bq, TILE::bkv}, \
+#define INSTANCE(NAME, DTYPE, T, TILE, DQ_TILE) \
+    {NAME,                                      \
+     DTYPE,                                     \
+     plan<TILE, DQ_TILE>,                       \
+     run<T, TILE, DQ_TILE, false>,              \
+     {TILE::head_dim, TILE::bq, TILE::bkv},     \
      NULL}
 
 const gk_cuda_instance table[] = {
-    ROW("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64, BwdDq64),
-    ROW("flash_attn_bwd_sm80_f16_d64", GK_F16, __half, Bwd64, BwdDq64),
-    ROW("flash_attn_bwd_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128, BwdDq128),
-    ROW("flash_attn_bwd_sm80_f16_d128", GK_F16, __half, Bwd128, BwdDq128),
-    ROW("flash_attn_bwd_sm80_bf16_d128_small", GK_BF16, __nv_bfloat16, Bwd128Small, BwdDq128),
-    ROW("flash_attn_bwd_sm80_f16_d128_small", GK_F16, __half, Bwd128Small, BwdDq128),
-    ROW("flash_attn_bwd_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256, BwdDq256),
-    ROW("flash_attn_bwd_sm80_f16_d256", GK_F16, __half, Bwd256, BwdDq256),
-    ROW("flash_attn_bwd_sm80_bf16_d256_small", GK_BF16, __nv_bfloat16, Bwd256Small, BwdDq256Small),
-    ROW("flash_attn_bwd_sm80_f16_d256_small", GK_F16, __half, Bwd256Small, BwdDq256Small),
+    INSTANCE("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64, BwdDq64),
+    INSTANCE("flash_attn_bwd_sm80_f16_d64", GK_F16, __half, Bwd64, BwdDq64),
+    INSTANCE("flash_attn_bwd_sm80_bf16_d128", GK_BF16, __nv_bfloat16, Bwd128, BwdDq128),
+    INSTANCE("flash_attn_bwd_sm80_f16_d128", GK_F16, __half, Bwd128, BwdDq128),
+    INSTANCE("flash_attn_bwd_sm80_bf16_d128_small", GK_BF16, __nv_bfloat16, Bwd128Small, BwdDq128),
+    INSTANCE("flash_attn_bwd_sm80_f16_d128_small", GK_F16, __half, Bwd128Small, BwdDq128),
+    INSTANCE("flash_attn_bwd_sm80_bf16_d256", GK_BF16, __nv_bfloat16, Bwd256, BwdDq256),
+    INSTANCE("flash_attn_bwd_sm80_f16_d256", GK_F16, __half, Bwd256, BwdDq256),
+    INSTANCE("flash_attn_bwd_sm80_bf16_d256_small", GK_BF16, __nv_bfloat16, Bwd256Small,
+             BwdDq256Small),
+    INSTANCE("flash_attn_bwd_sm80_f16_d256_small", GK_F16, __half, Bwd256Small, BwdDq256Small),
 };
 
 } // namespace

@@ -32,14 +32,14 @@
 namespace {
 
 /* ---- table ----------------------------------------------------------------------------------- */
-#define ROWS(label, TILE) \
-    BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
+#define INSTANCES(label, TILE) \
+    BWD_INSTANCES("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
 
 /* Softcap and ALiBi use tiles of 64 rows at any length. */
 const gk_cuda_instance instances[] = {
-    ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96),
-    BWD_UNMODIFIED_ROWS("flash_attn_bwd_sm90a", "d128_short", BwdConsumer, BwdHopper128Short),
-    ROWS("d128", BwdHopper128)};
+    INSTANCES("d64", BwdHopper64), INSTANCES("d96", BwdHopper96),
+    BWD_UNMODIFIED_INSTANCES("flash_attn_bwd_sm90a", "d128_short", BwdConsumer, BwdHopper128Short),
+    INSTANCES("d128", BwdHopper128)};
 
 } // namespace
 

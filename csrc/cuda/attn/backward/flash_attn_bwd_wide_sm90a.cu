@@ -12,10 +12,11 @@
 namespace {
 
 /* ---- table ----------------------------------------------------------------------------------- */
-#define ROWS(label, TILE) \
-    BWD_ROWS("flash_attn_bwd_wide_sm90a", label, BwdWideConsumer, TILE, TILE, TILE)
+#define INSTANCES(label, TILE) \
+    BWD_INSTANCES("flash_attn_bwd_wide_sm90a", label, BwdWideConsumer, TILE, TILE, TILE)
 
-const gk_cuda_instance instances[] = {ROWS("d192", BwdHopper192), ROWS("d256", BwdHopper256)};
+const gk_cuda_instance instances[] = {INSTANCES("d192", BwdHopper192),
+                                      INSTANCES("d256", BwdHopper256)};
 
 } // namespace
 

@@ -226,23 +226,23 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
                                                           0, p);
 }
 
-#define ROW(NAME, DTYPE, T, PIECE, KIND, CODES) \
+#define INSTANCE(NAME, DTYPE, T, PIECE, KIND, CODES) \
     {"kv_cache_write_" NAME, DTYPE, plan, run<T, KIND<T, PIECE>, PIECE>, {PIECE, CODES}, NULL},
-#define ROWS(NAME, DTYPE, T, PIECE)                            \
-    ROW(NAME "_x" #PIECE, DTYPE, T, PIECE, PlainPiece, 0)      \
-    ROW(NAME, DTYPE, T, 1, PlainPiece, 0)                      \
-    ROW(NAME "_codes_x" #PIECE, DTYPE, T, PIECE, CodePiece, 1) \
-    ROW(NAME "_codes", DTYPE, T, 1, CodePiece, 1)
+#define INSTANCES(NAME, DTYPE, T, PIECE)                            \
+    INSTANCE(NAME "_x" #PIECE, DTYPE, T, PIECE, PlainPiece, 0)      \
+    INSTANCE(NAME, DTYPE, T, 1, PlainPiece, 0)                      \
+    INSTANCE(NAME "_codes_x" #PIECE, DTYPE, T, PIECE, CodePiece, 1) \
+    INSTANCE(NAME "_codes", DTYPE, T, 1, CodePiece, 1)
 /* clang-format off */
 const gk_cuda_instance instances[] = {
-    ROWS("bf16", GK_BF16, __nv_bfloat16, 8)
-    ROWS("f16", GK_F16, __half, 8)
-    ROWS("f32", GK_F32, float, 4)
-    ROWS("f64", GK_F64, double, 2)
+    INSTANCES("bf16", GK_BF16, __nv_bfloat16, 8)
+    INSTANCES("f16", GK_F16, __half, 8)
+    INSTANCES("f32", GK_F32, float, 4)
+    INSTANCES("f64", GK_F64, double, 2)
 };
 /* clang-format on */
-#undef ROWS
-#undef ROW
+#undef INSTANCES
+#undef INSTANCE
 
 } // namespace
 

@@ -256,10 +256,10 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) 
     return status == GK_OK ? fp8_finish("gk_flash_attn_fp8", ctx, x.call) : status;
 }
 
-#define ROW(D) \
+#define INSTANCE(D) \
     {"flash_attn_fp8_sm80_d" #D, GK_E4M3, plan, run<D>, {D, Smem<D>::BYTES}, blocks_an_sm<D>}
-const gk_cuda_instance instances[] = {ROW(64), ROW(128), ROW(256)};
-#undef ROW
+const gk_cuda_instance instances[] = {INSTANCE(64), INSTANCE(128), INSTANCE(256)};
+#undef INSTANCE
 
 } // namespace
 

@@ -154,7 +154,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? finish(op, ctx, &a, x.f.fwd) : status;
 }
 
-#define ROW(name, TILE, BLOCKS)                                                     \
+#define INSTANCE(name, TILE, BLOCKS)                                                \
     {"flash_attn_fp8_sm90a_" name,                                                  \
      GK_E4M3,                                                                       \
      plan<TILE>,                                                                    \
@@ -162,14 +162,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, BLOCKS, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
      NULL}
 
-const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false),
-                                      ROW("d64_block", Fp8Hopper64, true),
-                                      ROW("d128_wide", Fp8Hopper128Wide, false),
-                                      ROW("d128", Fp8Hopper128, false),
-                                      ROW("d128_block", Fp8Hopper128, true),
-                                      ROW("d192", Fp8Hopper192, false),
-                                      ROW("d256", Fp8Hopper256, false),
-                                      ROW("d256_block", Fp8Hopper256, true)};
+const gk_cuda_instance instances[] = {INSTANCE("d64", Fp8Hopper64, false),
+                                      INSTANCE("d64_block", Fp8Hopper64, true),
+                                      INSTANCE("d128_wide", Fp8Hopper128Wide, false),
+                                      INSTANCE("d128", Fp8Hopper128, false),
+                                      INSTANCE("d128_block", Fp8Hopper128, true),
+                                      INSTANCE("d192", Fp8Hopper192, false),
+                                      INSTANCE("d256", Fp8Hopper256, false),
+                                      INSTANCE("d256_block", Fp8Hopper256, true)};
 
 /* The time of a call with tiles of this many rows, in waves of 128-row tiles. It is exact without a
  * mask and roughly right with one. */

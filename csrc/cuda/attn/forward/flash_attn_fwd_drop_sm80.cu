@@ -6,18 +6,18 @@
 
 namespace {
 
-#define ROW(D, name, T, dtype)                           \
+#define INSTANCE(D, name, T, dtype)                      \
     {name,                                               \
      dtype,                                              \
      plan<FlashFwdScoreTile<D>>,                         \
      run<T, FlashFwdScoreTile<D>, true, true>,           \
      {D, true, Smem<FlashFwdScoreTile<D>>::BYTES, true}, \
      NULL}
-#define ROWS(D)                                                           \
-    ROW(D, "flash_attn_fwd_drop_sm80_bf16_d" #D, __nv_bfloat16, GK_BF16), \
-        ROW(D, "flash_attn_fwd_drop_sm80_f16_d" #D, __half, GK_F16)
+#define INSTANCES(D)                                                           \
+    INSTANCE(D, "flash_attn_fwd_drop_sm80_bf16_d" #D, __nv_bfloat16, GK_BF16), \
+        INSTANCE(D, "flash_attn_fwd_drop_sm80_f16_d" #D, __half, GK_F16)
 
-const gk_cuda_instance instances[] = {ROWS(64), ROWS(128), ROWS(256)};
+const gk_cuda_instance instances[] = {INSTANCES(64), INSTANCES(128), INSTANCES(256)};
 
 } // namespace
 

@@ -43,9 +43,10 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 
 /* ---- 2. launcher ----------------------------------------------------------------------------- */
 template <class Tile>
-bool plan_drop(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_drop(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
+               gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (fwd_by_parts(a) || !drop_rows_fit(a) || !serves(row, ctx, a)) return false;
+    if (fwd_by_parts(a) || !drop_rows_fit(a) || !serves(instance, ctx, a)) return false;
     FwdHopperParams &x = gk_own<FwdHopperParams>(to) = fwd_hopper_params<Tile>(ctx, a);
     if (x.fwd.splits > 1 || x.tile_heads > 1) return false;
     x.box_log2 = FWD_DROP_BOX_LOG2;
@@ -74,23 +75,23 @@ gk_status run_drop(const gk_context *ctx, const void *args, const gk_plan *plan,
 }
 
 /* ---- 3. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE)                                                  \
+#define INSTANCE(name, T, dtype, TILE)                                             \
     {name,                                                                         \
      dtype,                                                                        \
      plan_drop<TILE>,                                                              \
      run_drop<T, TILE>,                                                            \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, false, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
      NULL}
-#define ROWS(label, TILE)                                                       \
-    ROW("flash_attn_fwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
-        ROW("flash_attn_fwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
+#define INSTANCES(label, TILE)                                                       \
+    INSTANCE("flash_attn_fwd_drop_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        INSTANCE("flash_attn_fwd_drop_sm90a_f16_" label, __half, GK_F16, TILE)
 
 typedef FwdDrop<FwdHopper64Short, 4> Drop64;
 typedef FwdDrop<FwdHopper96, 4> Drop96;
 typedef FwdDrop<FwdHopper128, 4> Drop128;
 
-const gk_cuda_instance instances[] = {ROWS("d64", Drop64), ROWS("d96", Drop96),
-                                      ROWS("d128", Drop128)};
+const gk_cuda_instance instances[] = {INSTANCES("d64", Drop64), INSTANCES("d96", Drop96),
+                                      INSTANCES("d128", Drop128)};
 
 } // namespace
 

@@ -28,7 +28,7 @@
 namespace {
 
 /* ---- table ----------------------------------------------------------------------------------- */
-#define ROWS(label, TILE) MASKED_ROWS("flash_attn_fwd_masked_sm90a", label, TILE)
+#define INSTANCES(label, TILE) MASKED_INSTANCES("flash_attn_fwd_masked_sm90a", label, TILE)
 
 typedef FwdMasked<FwdHopper64Short, 1, 0> Masked64;
 typedef FwdMasked<FwdHopper64Short, 0, 1> Biased64;
@@ -41,16 +41,16 @@ typedef FwdMasked<FwdHopper128, 1, 1> MaskedBiased128;
 typedef FwdMasked<FwdHopper128, 0, 2> Keys128;
 typedef FwdMasked<FwdHopper128, 0, 3> Distance128;
 
-const gk_cuda_instance instances[] = {ROWS("d64_mask", Masked64),
-                                      ROWS("d64_bias", Biased64),
-                                      ROWS("d64_mask_bias", MaskedBiased64),
-                                      ROWS("d64_keys", Keys64),
-                                      ROWS("d64_distance", Distance64),
-                                      ROWS("d128_keys", Keys128),
-                                      ROWS("d128_distance", Distance128),
-                                      ROWS("d128_mask", Masked128),
-                                      ROWS("d128_bias", Biased128),
-                                      ROWS("d128_mask_bias", MaskedBiased128)};
+const gk_cuda_instance instances[] = {INSTANCES("d64_mask", Masked64),
+                                      INSTANCES("d64_bias", Biased64),
+                                      INSTANCES("d64_mask_bias", MaskedBiased64),
+                                      INSTANCES("d64_keys", Keys64),
+                                      INSTANCES("d64_distance", Distance64),
+                                      INSTANCES("d128_keys", Keys128),
+                                      INSTANCES("d128_distance", Distance128),
+                                      INSTANCES("d128_mask", Masked128),
+                                      INSTANCES("d128_bias", Biased128),
+                                      INSTANCES("d128_mask_bias", MaskedBiased128)};
 
 } // namespace
 

@@ -19,7 +19,7 @@
 namespace {
 
 /* ---- table ----------------------------------------------------------------------------------- */
-#define ROWS(label, TILE) MASKED_ROWS("flash_attn_fwd_masked_wide_sm90a", label, TILE)
+#define INSTANCES(label, TILE) MASKED_INSTANCES("flash_attn_fwd_masked_wide_sm90a", label, TILE)
 
 typedef FwdMasked<FwdHopper192v128Masked, 1, 0> Masked192v128;
 typedef FwdMasked<FwdHopper192v128Masked, 0, 1> Biased192v128;
@@ -36,20 +36,20 @@ typedef FwdMasked<FwdHopper256, 1, 1> MaskedBiased256;
 typedef FwdMasked<FwdHopper256, 0, 2> Keys256;
 typedef FwdMasked<FwdHopper256, 0, 3> Distance256;
 
-const gk_cuda_instance instances[] = {ROWS("d192_128_mask", Masked192v128),
-                                      ROWS("d192_128_bias", Biased192v128),
-                                      ROWS("d192_128_mask_bias", MaskedBiased192v128),
-                                      ROWS("d192_128_distance", Distance192v128),
-                                      ROWS("d192_mask", Masked192),
-                                      ROWS("d192_bias", Biased192),
-                                      ROWS("d192_mask_bias", MaskedBiased192),
-                                      ROWS("d192_keys", Keys192),
-                                      ROWS("d192_distance", Distance192),
-                                      ROWS("d256_mask", Masked256),
-                                      ROWS("d256_bias", Biased256),
-                                      ROWS("d256_mask_bias", MaskedBiased256),
-                                      ROWS("d256_keys", Keys256),
-                                      ROWS("d256_distance", Distance256)};
+const gk_cuda_instance instances[] = {INSTANCES("d192_128_mask", Masked192v128),
+                                      INSTANCES("d192_128_bias", Biased192v128),
+                                      INSTANCES("d192_128_mask_bias", MaskedBiased192v128),
+                                      INSTANCES("d192_128_distance", Distance192v128),
+                                      INSTANCES("d192_mask", Masked192),
+                                      INSTANCES("d192_bias", Biased192),
+                                      INSTANCES("d192_mask_bias", MaskedBiased192),
+                                      INSTANCES("d192_keys", Keys192),
+                                      INSTANCES("d192_distance", Distance192),
+                                      INSTANCES("d256_mask", Masked256),
+                                      INSTANCES("d256_bias", Biased256),
+                                      INSTANCES("d256_mask_bias", MaskedBiased256),
+                                      INSTANCES("d256_keys", Keys256),
+                                      INSTANCES("d256_distance", Distance256)};
 
 } // namespace
 

@@ -24,13 +24,13 @@ bool rows_of_pairs(const gk_tensor &t) {
 }
 
 template <class Tile>
-bool plan_partial(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_partial(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                   gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    return fwd_by_parts(a) && rows_of_pairs(a->out) && plan<Tile, true>(row, ctx, args, to);
+    return fwd_by_parts(a) && rows_of_pairs(a->out) && plan<Tile, true>(instance, ctx, args, to);
 }
 
-#define ROW(name, T, dtype, TILE)                                                  \
+#define INSTANCE(name, T, dtype, TILE)                                             \
     {name,                                                                         \
      dtype,                                                                        \
      plan_partial<TILE>,                                                           \
@@ -39,8 +39,8 @@ bool plan_partial(const gk_cuda_instance *row, const gk_context *ctx, const void
      NULL}
 
 const gk_cuda_instance instances[] = {
-    ROW("flash_attn_fwd_partial_sm90a_bf16_d64", __nv_bfloat16, GK_BF16, FwdHopper64),
-    ROW("flash_attn_fwd_partial_sm90a_bf16_d128", __nv_bfloat16, GK_BF16, FwdHopper128),
+    INSTANCE("flash_attn_fwd_partial_sm90a_bf16_d64", __nv_bfloat16, GK_BF16, FwdHopper64),
+    INSTANCE("flash_attn_fwd_partial_sm90a_bf16_d128", __nv_bfloat16, GK_BF16, FwdHopper128),
 };
 
 } // namespace

@@ -18,11 +18,11 @@
 namespace {
 
 template <class Tile, bool DROP>
-bool plan_scores(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_scores(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!gk_scores_of(a) || (a->dropout_p > 0) != DROP || fwd_by_parts(a) ||
-        !plan<Tile>(row, ctx, args, to))
+        !plan<Tile>(instance, ctx, args, to))
         return false;
     const FwdParams &p = gk_own<FwdParams>(to);
     to->workspace_bytes = (size_t)gk_round_up((int64_t)to->workspace_bytes, 16) +
@@ -51,21 +51,24 @@ gk_status run_scores(const gk_context *ctx, const void *args, const gk_plan *pla
     return status == GK_OK ? fwd_mend(ctx, a, p.spoilt, Tile::BQ) : status;
 }
 
-#define ROW(NAME, T, DTYPE, TILE, DROP)               \
+#define INSTANCE(NAME, T, DTYPE, TILE, DROP)          \
     {NAME,                                            \
      DTYPE,                                           \
      plan_scores<TILE, DROP>,                         \
      run_scores<T, TILE, DROP>,                       \
      {TILE::HEAD_DIM, true, Smem<TILE>::BYTES, true}, \
      NULL}
-#define ROWS(label, TILE, DROP)                                                        \
-    ROW("flash_attn_fwd_scores_sm80_bf16_" label, __nv_bfloat16, GK_BF16, TILE, DROP), \
-        ROW("flash_attn_fwd_scores_sm80_f16_" label, __half, GK_F16, TILE, DROP)
+#define INSTANCES(label, TILE, DROP)                                                        \
+    INSTANCE("flash_attn_fwd_scores_sm80_bf16_" label, __nv_bfloat16, GK_BF16, TILE, DROP), \
+        INSTANCE("flash_attn_fwd_scores_sm80_f16_" label, __half, GK_F16, TILE, DROP)
 
 const gk_cuda_instance instances[] = {
-    ROWS("d64", FwdScoresTile<64>, false),       ROWS("d128", FwdScoresTile<128>, false),
-    ROWS("d256", FwdScoresTile<256>, false),     ROWS("d64_drop", FwdScoresTile<64>, true),
-    ROWS("d128_drop", FwdScoresTile<128>, true), ROWS("d256_drop", FwdScoresTile<256>, true),
+    INSTANCES("d64", FwdScoresTile<64>, false),
+    INSTANCES("d128", FwdScoresTile<128>, false),
+    INSTANCES("d256", FwdScoresTile<256>, false),
+    INSTANCES("d64_drop", FwdScoresTile<64>, true),
+    INSTANCES("d128_drop", FwdScoresTile<128>, true),
+    INSTANCES("d256_drop", FwdScoresTile<256>, true),
 };
 
 } // namespace

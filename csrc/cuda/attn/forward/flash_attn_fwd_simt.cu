@@ -245,17 +245,27 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
 }
 
 /* ---- 3. launcher and table ------------------------------------------------------------------- */
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
+/* An instance's key. */
+struct SimtKey {
+    enum {
+        HEAD_DIM,
+        MODIFIED, /* softcap or ALiBi */
+        SMEM      /* bytes of shared memory */
+    };
+};
+
+bool serves(const gk_cuda_instance *instance, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
-    return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) &&
-           smem_fits(ctx, row->key[2]);
+    return head_dim <= instance->key[SimtKey::HEAD_DIM] &&
+           modified == (instance->key[SimtKey::MODIFIED] != 0) && all_aligned(a) &&
+           smem_fits(ctx, instance->key[SimtKey::SMEM]);
 }
 
 template <class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (!serves(row, ctx, a)) return false;
+    if (!serves(instance, ctx, a)) return false;
     const FwdParams &p = gk_own<FwdParams>(to) =
         fwd_params(ctx, a, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, 1, fwd_by_parts(a) ? 2 : 1);
     fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Smem<Tile>::CTAS, fwd_blocks(p), to);
@@ -274,18 +284,18 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
                : status;
 }
 
-#define ROW(D, name, MODIFIED)                        \
+#define INSTANCE(D, name, MODIFIED)                   \
     {name,                                            \
      GK_F32,                                          \
      plan<FlashFwdSimtTile<D>>,                       \
      run<FlashFwdSimtTile<D>, MODIFIED>,              \
      {D, MODIFIED, Smem<FlashFwdSimtTile<D>>::BYTES}, \
      NULL}
-#define ROWS_OF(D)                                 \
-    ROW(D, "flash_attn_fwd_simt_f32_d" #D, false), \
-        ROW(D, "flash_attn_fwd_simt_f32_d" #D "_score", true)
+#define INSTANCES(D)                                    \
+    INSTANCE(D, "flash_attn_fwd_simt_f32_d" #D, false), \
+        INSTANCE(D, "flash_attn_fwd_simt_f32_d" #D "_score", true)
 
-const gk_cuda_instance instances[] = {ROWS_OF(64), ROWS_OF(128), ROWS_OF(256)};
+const gk_cuda_instance instances[] = {INSTANCES(64), INSTANCES(128), INSTANCES(256)};
 
 } // namespace
 

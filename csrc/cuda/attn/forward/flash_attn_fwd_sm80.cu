@@ -6,18 +6,19 @@
 
 namespace {
 
-#define ROW(D, name, T, dtype, TILE, MODIFIED)                                                   \
+#define INSTANCE(D, name, T, dtype, TILE, MODIFIED)                                              \
     {name, dtype, plan<TILE<D>>, run<T, TILE<D>, MODIFIED>, {D, MODIFIED, Smem<TILE<D>>::BYTES}, \
      NULL}
-#define ROWS(D)                                                                           \
-    ROW(D, "flash_attn_fwd_sm80_bf16_d" #D, __nv_bfloat16, GK_BF16, FlashFwdTile, false), \
-        ROW(D, "flash_attn_fwd_sm80_f16_d" #D, __half, GK_F16, FlashFwdTile, false),      \
-        ROW(D, "flash_attn_fwd_sm80_bf16_d" #D "_score", __nv_bfloat16, GK_BF16,          \
-            FlashFwdScoreTile, true),                                                     \
-        ROW(D, "flash_attn_fwd_sm80_f16_d" #D "_score", __half, GK_F16, FlashFwdScoreTile, true)
+#define INSTANCES(D)                                                                            \
+    INSTANCE(D, "flash_attn_fwd_sm80_bf16_d" #D, __nv_bfloat16, GK_BF16, FlashFwdTile, false),  \
+        INSTANCE(D, "flash_attn_fwd_sm80_f16_d" #D, __half, GK_F16, FlashFwdTile, false),       \
+        INSTANCE(D, "flash_attn_fwd_sm80_bf16_d" #D "_score", __nv_bfloat16, GK_BF16,           \
+                 FlashFwdScoreTile, true),                                                      \
+        INSTANCE(D, "flash_attn_fwd_sm80_f16_d" #D "_score", __half, GK_F16, FlashFwdScoreTile, \
+                 true)
 
-const gk_cuda_instance instances[] = {ROWS(32),  ROWS(64),  ROWS(96),
-                                      ROWS(128), ROWS(192), ROWS(256)};
+const gk_cuda_instance instances[] = {INSTANCES(32),  INSTANCES(64),  INSTANCES(96),
+                                      INSTANCES(128), INSTANCES(192), INSTANCES(256)};
 
 } // namespace
 

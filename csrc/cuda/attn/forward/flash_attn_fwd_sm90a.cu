@@ -29,23 +29,24 @@
 namespace {
 
 /* ---- table ----------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE, MODIFIED)                                           \
+#define INSTANCE(name, T, dtype, TILE, MODIFIED)                                      \
     {name,                                                                            \
      dtype,                                                                           \
      plan<TILE>,                                                                      \
      run<T, TILE, MODIFIED>,                                                          \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
      NULL}
-#define ROWS(label, TILE)                                                                     \
-    ROW("flash_attn_fwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, false),             \
-        ROW("flash_attn_fwd_sm90a_f16_" label, __half, GK_F16, TILE, false),                  \
-        ROW("flash_attn_fwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, TILE, true), \
-        ROW("flash_attn_fwd_sm90a_f16_" label "_score", __half, GK_F16, TILE, true)
+#define INSTANCES(label, TILE)                                                                     \
+    INSTANCE("flash_attn_fwd_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, TILE, false),             \
+        INSTANCE("flash_attn_fwd_sm90a_f16_" label, __half, GK_F16, TILE, false),                  \
+        INSTANCE("flash_attn_fwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, TILE, true), \
+        INSTANCE("flash_attn_fwd_sm90a_f16_" label "_score", __half, GK_F16, TILE, true)
 
 const gk_cuda_instance instances[] = {
-    ROWS("d64", FwdHopper64),   ROWS("d64_short", FwdHopper64Short), ROWS("d96", FwdHopper96),
-    ROWS("d128", FwdHopper128), ROWS("d192_128", FwdHopper192v128),  ROWS("d192", FwdHopper192),
-    ROWS("d256", FwdHopper256)};
+    INSTANCES("d64", FwdHopper64),           INSTANCES("d64_short", FwdHopper64Short),
+    INSTANCES("d96", FwdHopper96),           INSTANCES("d128", FwdHopper128),
+    INSTANCES("d192_128", FwdHopper192v128), INSTANCES("d192", FwdHopper192),
+    INSTANCES("d256", FwdHopper256)};
 
 /* Chooses the first instance that serves the call. Short sequences skip instances with 192 rows,
  * whose tiles waste more. */
@@ -53,11 +54,11 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     const int64_t seq_q = a->cu_seqlens_q ? a->max_seqlen_q : a->q.shape[2];
     const bool wasteful = seq_q <= (a->rules.is_causal ? FWD_SHORT_CAUSAL : FWD_SHORT);
-    for (const gk_cuda_instance &row : instances) {
-        if (row.dtype != a->q.dtype || (row.key[4] > 128 && wasteful) ||
-            !row.plan(&row, ctx, args, to))
+    for (const gk_cuda_instance &instance : instances) {
+        if (instance.dtype != a->q.dtype || (instance.key[FwdKey::BQ] > 128 && wasteful) ||
+            !instance.plan(&instance, ctx, args, to))
             continue;
-        to->kernel = &row;
+        to->kernel = &instance;
         return true;
     }
     return false;

@@ -39,14 +39,15 @@ template <class Tile> gk_flash_attn_args columns_of(const gk_flash_attn_args *a,
 
 /* ---- 2. plan and run ------------------------------------------------------------------------- */
 template <class Tile>
-bool plan_wide(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_wide(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
+               gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     const int last = a->q.ndim - 1;
     if (gk_max_i64(a->q.shape[last], a->v.shape[last]) <= FwdHopper256::HEAD_DIM ||
         gk_accumulates(a))
         return false;
     const gk_flash_attn_args part = columns_of<Tile>(a, 0);
-    return plan<Tile>(row, ctx, &part, to);
+    return plan<Tile>(instance, ctx, &part, to);
 }
 
 template <class T, class Tile, bool MODIFIED>
@@ -68,7 +69,7 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
 }
 
 /* ---- 3. table -------------------------------------------------------------------------------- */
-#define ROW(name, T, dtype, TILE, MODIFIED)                                           \
+#define INSTANCE(name, T, dtype, TILE, MODIFIED)                                      \
     {name,                                                                            \
      dtype,                                                                           \
      plan_wide<TILE>,                                                                 \
@@ -77,10 +78,11 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
      NULL}
 
 const gk_cuda_instance instances[] = {
-    ROW("flash_attn_fwd_wide_sm90a_bf16_d512", __nv_bfloat16, GK_BF16, FwdHopper512, false),
-    ROW("flash_attn_fwd_wide_sm90a_f16_d512", __half, GK_F16, FwdHopper512, false),
-    ROW("flash_attn_fwd_wide_sm90a_bf16_d512_score", __nv_bfloat16, GK_BF16, FwdHopper512, true),
-    ROW("flash_attn_fwd_wide_sm90a_f16_d512_score", __half, GK_F16, FwdHopper512, true)};
+    INSTANCE("flash_attn_fwd_wide_sm90a_bf16_d512", __nv_bfloat16, GK_BF16, FwdHopper512, false),
+    INSTANCE("flash_attn_fwd_wide_sm90a_f16_d512", __half, GK_F16, FwdHopper512, false),
+    INSTANCE("flash_attn_fwd_wide_sm90a_bf16_d512_score", __nv_bfloat16, GK_BF16, FwdHopper512,
+             true),
+    INSTANCE("flash_attn_fwd_wide_sm90a_f16_d512_score", __half, GK_F16, FwdHopper512, true)};
 
 } // namespace
 

@@ -41,22 +41,35 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 2. launcher ----------------------------------------------------------------------------- */
-/* True if an instance can run the call. key: {largest head_dim, largest head_dim_v, 1 if MODIFIED,
- * bytes of shared memory, rows of a tile}. */
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
+/* An instance's key. */
+struct FwdKey {
+    enum {
+        HEAD_DIM,
+        HEAD_DIM_V,
+        MODIFIED, /* softcap or ALiBi */
+        SMEM,     /* bytes of shared memory */
+        BQ        /* rows of a tile */
+    };
+};
+
+/* True if an instance can run the call. */
+bool serves(const gk_cuda_instance *instance, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
     return score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL).plain &&
-           a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] &&
-           modified == (row->key[2] != 0) && tensor_map_fits(attn_shape(a->q)) &&
-           tensor_map_fits(attn_shape(a->k)) && tensor_map_fits(attn_shape(a->v)) &&
-           (fwd_by_parts(a) || tensor_map_fits(attn_shape(a->out))) && smem_fits(ctx, row->key[3]);
+           a->q.shape[last] <= instance->key[FwdKey::HEAD_DIM] &&
+           a->v.shape[last] <= instance->key[FwdKey::HEAD_DIM_V] &&
+           modified == (instance->key[FwdKey::MODIFIED] != 0) &&
+           tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) &&
+           tensor_map_fits(attn_shape(a->v)) &&
+           (fwd_by_parts(a) || tensor_map_fits(attn_shape(a->out))) &&
+           smem_fits(ctx, instance->key[FwdKey::SMEM]);
 }
 
 template <class Tile, bool PARTIAL = false>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (!serves(row, ctx, a)) return false;
+    if (!serves(instance, ctx, a)) return false;
     FwdHopperParams &x = gk_own<FwdHopperParams>(to) = fwd_hopper_params<Tile>(ctx, a);
     if (PARTIAL && x.fwd.splits > 1) return false;
     if (PARTIAL) x.simple = x.tile_heads == 1 && !a->rules.sinks;

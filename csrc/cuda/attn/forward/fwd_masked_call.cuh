@@ -183,7 +183,7 @@ size_t tiles_bytes(const FwdParams &x) {
 /* True if an instance can run the call. The modifiers that it refuses here go to
  * flash_attn_fwd_scores_sm80. */
 template <class Tile>
-bool serves_masked(const gk_cuda_instance *row, const gk_context *ctx,
+bool serves_masked(const gk_cuda_instance *instance, const gk_context *ctx,
                    const gk_flash_attn_args *a) {
     typedef Smem<Tile> S;
     const gk_attn_scores *scores = gk_scores_of(a);
@@ -199,7 +199,7 @@ bool serves_masked(const gk_cuda_instance *row, const gk_context *ctx,
     if (S::MASK && gk_ceil_div(a->k.shape[2], GK_MASK_TILE) > FWD_MASK_BLOCKS) return false;
     if (scores->bias && !bias_fits(a, *scores->bias, KIND)) return false;
     if (gk_ceil_div(a->q.shape[2], S::BQ) * a->q.shape[1] * a->q.shape[0] > 1 << 30) return false;
-    return serves(row, ctx, a);
+    return serves(instance, ctx, a);
 }
 
 /* All parameters except the tensor maps and the addresses in the workspace. */
@@ -278,11 +278,11 @@ FwdMaskedParams masked_params(const gk_context *ctx, const gk_flash_attn_args *a
  * Workspace: 64 bytes for the counter of tiles; one byte of `spoilt` for each tile; the tables of
  * distances or the additional columns of K. */
 template <class Tile>
-bool plan_masked(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_masked(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     typedef Smem<Tile> S;
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (!serves_masked<Tile>(row, ctx, a)) return false;
+    if (!serves_masked<Tile>(instance, ctx, a)) return false;
     const FwdMaskedParams x = masked_params<Tile>(ctx, a);
     fwd_plan(ctx, x.fwd, S::BQ, Tile::BKV, 1, x.schedule.units, to);
     to->workspace_bytes = tiles_bytes(x.fwd);
@@ -330,16 +330,16 @@ gk_status run_masked(const gk_context *ctx, const void *args, const gk_plan *, v
 }
 
 /* ---- 3. the rows of a table ------------------------------------------------------------------ */
-#define MASKED_ROW(name, T, dtype, TILE)                       \
+#define MASKED_INSTANCE(name, T, dtype, TILE)                  \
     {name,                                                     \
      dtype,                                                    \
      plan_masked<TILE>,                                        \
      run_masked<T, TILE>,                                      \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, 0, Smem<TILE>::BYTES}, \
      NULL}
-#define MASKED_ROWS(KERNEL, label, TILE)                             \
-    MASKED_ROW(KERNEL "_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
-        MASKED_ROW(KERNEL "_f16_" label, __half, GK_F16, TILE)
+#define MASKED_INSTANCES(KERNEL, label, TILE)                             \
+    MASKED_INSTANCE(KERNEL "_bf16_" label, __nv_bfloat16, GK_BF16, TILE), \
+        MASKED_INSTANCE(KERNEL "_f16_" label, __half, GK_F16, TILE)
 
 } // namespace
 

@@ -444,22 +444,32 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 }
 
 /* ---- 6. launcher ----------------------------------------------------------------------------- */
-/* True if an instance can run the call. key: {largest head_dim, 1 if MODIFIED, bytes of shared
- * memory, 1 if the instance is MODIFIED for dropout or scores}. */
-bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
+/* An instance's key. */
+struct FwdSm80Key {
+    enum {
+        HEAD_DIM,
+        MODIFIED,  /* softcap, ALiBi, or a scale near 0 */
+        SMEM,      /* bytes of shared memory */
+        EVERY_CALL /* the modified kernel serves calls without modifiers too */
+    };
+};
+
+/* True if an instance can run the call. */
+bool serves(const gk_cuda_instance *instance, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     /* The unmodified kernel takes the maximum of raw products and multiplies by the scale later,
      * so the scale must be positive and must not vanish. */
-    const bool modified =
-        row->key[3] || a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
-    return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) &&
-           smem_fits(ctx, row->key[2]);
+    const bool modified = instance->key[FwdSm80Key::EVERY_CALL] || a->rules.softcap > 0 ||
+                          a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
+    return head_dim <= instance->key[FwdSm80Key::HEAD_DIM] &&
+           modified == (instance->key[FwdSm80Key::MODIFIED] != 0) && all_aligned(a) &&
+           smem_fits(ctx, instance->key[FwdSm80Key::SMEM]);
 }
 
 template <class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
-    if (!serves(row, ctx, a)) return false;
+    if (!serves(instance, ctx, a)) return false;
     const FwdParams &p = gk_own<FwdParams>(to) =
         fwd_params(ctx, a, Tile::BQ, Tile::BKV, Tile::CTAS, 1, fwd_by_parts(a) ? 2 : 1);
     fwd_plan(ctx, p, Tile::BQ, Tile::BKV, Tile::CTAS, fwd_blocks(p), to);

@@ -53,13 +53,13 @@ gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside,
                                       : status;
 }
 
-gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx,
+gk_status start(const gk_cuda_instance *instance, const Instance &in, const gk_context *ctx,
                 const HopperPlan &plan, TensorShape a, TensorShape b, GemmParams *x) {
     const gk_dtype dtype = in.result;
-    const bool swapab = is(row, SWAPAB);
+    const bool swapab = is(instance, SWAPAB);
     x->in_row = plan.in_row;
     x->whole = plan.whole;
-    a.tf32 = b.tf32 = row->dtype == GK_F32;
+    a.tf32 = b.tf32 = instance->dtype == GK_F32;
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
     const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box),
               b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
@@ -91,7 +91,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
                          (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
     x->no_epilogue = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact &&
                      e.activation == GK_ACT_NONE;
-    if (is(row, PING_PONG) && !x->plain)
+    if (is(instance, PING_PONG) && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED,
                        "a ping-pong instance stores by TMA, which it cannot here");
     x->batched = x->p.ndim > 0;
@@ -106,20 +106,20 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
 
 gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const void *args,
                        const gk_plan *plan, void *workspace) {
-    const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
+    const gk_cuda_instance *instance = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
-    const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
+    const Instance &in = of_mode[instance->dtype == GK_F32 ? 0 : own.operands.mode];
     GemmParams x;
     if (own.operands.bytes == 0) {
         x.p = own_problem(own.operands.p, args);
-        return start(row, in, ctx, own, own.operands.x[0], own.operands.x[1], &x);
+        return start(instance, in, ctx, own, own.operands.x[0], own.operands.x[1], &x);
     }
     Operands o = own.operands;
     const int copies = place_copies(workspace, &o);
     const gk_status status = realign("gk_gemm", ctx, o.copies, copies);
     if (status != GK_OK) return status;
     x.p = own_problem(o.p, args);
-    return start(row, in, ctx, own, o.x[0], o.x[1], &x);
+    return start(instance, in, ctx, own, o.x[0], o.x[1], &x);
 }
 
 /* Runs a call by the policy P of 16-bit operands, one for each mode. */

@@ -139,18 +139,18 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
 
 #define MISALIGNED_0 "gemm_skinny_"
 #define MISALIGNED_1 "gemm_skinny_misaligned_"
-#define ROW(short, dtype, name, tokens, rows, misaligned, bytes) \
-    {MISALIGNED_##misaligned #short "_" #name,                   \
-     dtype,                                                      \
-     plan,                                                       \
-     GK_LAUNCH(gemm_skinny_##short##_##name##_##misaligned),     \
-     {tokens, rows, bytes, misaligned},                          \
+#define INSTANCE(short, dtype, name, tokens, rows, misaligned, bytes) \
+    {MISALIGNED_##misaligned #short "_" #name,                        \
+     dtype,                                                           \
+     plan,                                                            \
+     GK_LAUNCH(gemm_skinny_##short##_##name##_##misaligned),          \
+     {tokens, rows, bytes, misaligned},                               \
      NULL},
 
 static const gk_cuda_instance instances[] = {
-#define SKINNY(...) ROW(bf16, GK_BF16, __VA_ARGS__)
+#define SKINNY(...) INSTANCE(bf16, GK_BF16, __VA_ARGS__)
 #include "instances.def"
-#define SKINNY(...) ROW(f16, GK_F16, __VA_ARGS__)
+#define SKINNY(...) INSTANCE(f16, GK_F16, __VA_ARGS__)
 #include "instances.def"
 };
 

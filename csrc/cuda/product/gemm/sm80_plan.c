@@ -161,20 +161,21 @@ static bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to)
 
 #define ANY_0 "gemm_sm80_"
 #define ANY_1 "gemm_sm80_any_"
-#define ROW(short, dtype, type, name, bm, bn, bk, stages, wm, wn, per_sm, any, percent, bytes) \
-    {ANY_##any #short "_" #name,                                                               \
-     dtype,                                                                                    \
-     plan,                                                                                     \
-     GK_LAUNCH(gemm_sm80_##short##_##type),                                                    \
-     {bm, bn, bk, per_sm, percent, bytes, any ? ANY : 0},                                      \
+#define INSTANCE(short, dtype, type, name, bm, bn, bk, stages, wm, wn, per_sm, any, percent, \
+                 bytes)                                                                      \
+    {ANY_##any #short "_" #name,                                                             \
+     dtype,                                                                                  \
+     plan,                                                                                   \
+     GK_LAUNCH(gemm_sm80_##short##_##type),                                                  \
+     {bm, bn, bk, per_sm, percent, bytes, any ? ANY : 0},                                    \
      GK_BLOCKS(gemm_sm80_##short##_##type)},
 
 static const gk_cuda_instance instances[] = {
-#define SM80_16(...) ROW(bf16, GK_BF16, __VA_ARGS__)
+#define SM80_16(...) INSTANCE(bf16, GK_BF16, __VA_ARGS__)
 #include "instances.def"
-#define SM80_16(...) ROW(f16, GK_F16, __VA_ARGS__)
+#define SM80_16(...) INSTANCE(f16, GK_F16, __VA_ARGS__)
 #include "instances.def"
-#define SM80_TF32(...) ROW(tf32, GK_F32, __VA_ARGS__)
+#define SM80_TF32(...) INSTANCE(tf32, GK_F32, __VA_ARGS__)
 #include "instances.def"
 };
 

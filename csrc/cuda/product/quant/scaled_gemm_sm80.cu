@@ -211,7 +211,7 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *pla
         "scaled_gemm", ctx, dim3((unsigned)plan->tasks), Tile::THREADS, Smem<Tile>::bytes(KIND), p);
 }
 
-#define ROW(name, dtype, Product, kind, b_dtype)                                             \
+#define INSTANCE(name, dtype, Product, kind, b_dtype)                                        \
     {"scaled_gemm_sm80_" name,                                                               \
      dtype,                                                                                  \
      plan_scaled,                                                                            \
@@ -227,18 +227,18 @@ typedef FloatProduct<GK_E5M2, GK_E5M2> E5m2;
 typedef FloatProduct<GK_U8, GK_U8> Any;
 
 const gk_cuda_instance instances[] = {
-    ROW("e4m3_128x128", GK_E4M3, E4m3, LARGE, GK_E4M3),
-    ROW("e4m3_e5m2_128x128", GK_E4M3, E4m3E5m2, LARGE, GK_E5M2),
-    ROW("e4m3_block_128x128", GK_E4M3, E4m3, BLOCKS, GK_E4M3),
-    ROW("e4m3_e5m2_block_128x128", GK_E4M3, Any, BLOCKS, GK_E5M2),
-    ROW("e4m3_16x64", GK_E4M3, Any, SMALL, NO_DTYPE),
-    ROW("e5m2_e4m3_128x128", GK_E5M2, E5m2E4m3, LARGE, GK_E4M3),
-    ROW("e5m2_128x128", GK_E5M2, E5m2, LARGE, GK_E5M2),
-    ROW("e5m2_block_128x128", GK_E5M2, Any, BLOCKS, NO_DTYPE),
-    ROW("e5m2_16x64", GK_E5M2, Any, SMALL, NO_DTYPE),
-    ROW("i8_128x128", GK_I8, Int8Product, LARGE, GK_I8),
-    ROW("i8_block_128x128", GK_I8, Int8Product, BLOCKS, GK_I8),
-    ROW("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
+    INSTANCE("e4m3_128x128", GK_E4M3, E4m3, LARGE, GK_E4M3),
+    INSTANCE("e4m3_e5m2_128x128", GK_E4M3, E4m3E5m2, LARGE, GK_E5M2),
+    INSTANCE("e4m3_block_128x128", GK_E4M3, E4m3, BLOCKS, GK_E4M3),
+    INSTANCE("e4m3_e5m2_block_128x128", GK_E4M3, Any, BLOCKS, GK_E5M2),
+    INSTANCE("e4m3_16x64", GK_E4M3, Any, SMALL, NO_DTYPE),
+    INSTANCE("e5m2_e4m3_128x128", GK_E5M2, E5m2E4m3, LARGE, GK_E4M3),
+    INSTANCE("e5m2_128x128", GK_E5M2, E5m2, LARGE, GK_E5M2),
+    INSTANCE("e5m2_block_128x128", GK_E5M2, Any, BLOCKS, NO_DTYPE),
+    INSTANCE("e5m2_16x64", GK_E5M2, Any, SMALL, NO_DTYPE),
+    INSTANCE("i8_128x128", GK_I8, Int8Product, LARGE, GK_I8),
+    INSTANCE("i8_block_128x128", GK_I8, Int8Product, BLOCKS, GK_I8),
+    INSTANCE("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
 };
 
 /* Chooses the first LARGE or BLOCKS instance that serves the call. SMALL tiles are preferred for

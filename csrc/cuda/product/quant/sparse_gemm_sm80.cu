@@ -266,19 +266,20 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
                                                     Tile::THREADS, Smem<T, Tile>::BYTES, p);
 }
 
-#define ROW(name, dtype, T, Tile, small)                \
+#define INSTANCE(name, dtype, T, Tile, small)           \
     {"sparse_gemm_sm80_" name,                          \
      dtype,                                             \
      plan_sparse,                                       \
      run_sparse<T, Tile>,                               \
      {Tile::BM, Tile::BN, Smem<T, Tile>::BYTES, small}, \
      NULL}
-#define ROWS(name, dtype, T)                                              \
-    ROW(name "_128x128", dtype, T, TileSparse_128x128<sizeof(T)>, false), \
-        ROW(name "_64x32", dtype, T, TileSparse_64x32<sizeof(T)>, true)
+#define INSTANCES(name, dtype, T)                                              \
+    INSTANCE(name "_128x128", dtype, T, TileSparse_128x128<sizeof(T)>, false), \
+        INSTANCE(name "_64x32", dtype, T, TileSparse_64x32<sizeof(T)>, true)
 
-const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16),
-                                      ROWS("f16", GK_F16, __half), ROWS("i8", GK_I8, int8_t)};
+const gk_cuda_instance instances[] = {INSTANCES("bf16", GK_BF16, __nv_bfloat16),
+                                      INSTANCES("f16", GK_F16, __half),
+                                      INSTANCES("i8", GK_I8, int8_t)};
 
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;

@@ -6,10 +6,10 @@
 namespace {
 
 const gk_cuda_instance instances[] = {
-    WEIGHT_ROWS("bf16_int4", __nv_bfloat16, NIBBLES),
-    WEIGHT_ROWS("bf16_e2m1", __nv_bfloat16, E2M1),
-    WEIGHT_ROWS("f16_int4", __half, NIBBLES),
-    WEIGHT_ROWS("f16_e2m1", __half, E2M1),
+    WEIGHT_INSTANCES("bf16_int4", __nv_bfloat16, NIBBLES),
+    WEIGHT_INSTANCES("bf16_e2m1", __nv_bfloat16, E2M1),
+    WEIGHT_INSTANCES("f16_int4", __half, NIBBLES),
+    WEIGHT_INSTANCES("f16_e2m1", __half, E2M1),
 };
 
 } // namespace

@@ -6,10 +6,10 @@
 namespace {
 
 const gk_cuda_instance instances[] = {
-    WEIGHT_ROWS("bf16_int8", __nv_bfloat16, INT8),
-    WEIGHT_ROWS("bf16_e4m3", __nv_bfloat16, E4M3),
-    WEIGHT_ROWS("f16_int8", __half, INT8),
-    WEIGHT_ROWS("f16_e4m3", __half, E4M3),
+    WEIGHT_INSTANCES("bf16_int8", __nv_bfloat16, INT8),
+    WEIGHT_INSTANCES("bf16_e4m3", __nv_bfloat16, E4M3),
+    WEIGHT_INSTANCES("f16_int8", __half, INT8),
+    WEIGHT_INSTANCES("f16_e4m3", __half, E4M3),
 };
 
 } // namespace
