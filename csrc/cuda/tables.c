@@ -46,13 +46,13 @@ extern const gk_cuda_table gk_weight_wgmma_4bit_table, gk_weight_wgmma_8bit_tabl
 extern const gk_cuda_table gk_weight_decoded_table, gk_weight_invariant_table;
 extern const gk_cuda_table gk_weight_grouped_mma_table, gk_weight_grouped_wgmma_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
-extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
-extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table,
+extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_looped_table;
+extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_looped_table,
     gk_norm_bwd_ring_sm90a_table;
 extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table,
-    gk_softmax_fwd_walk_table, gk_softmax_fwd_ring_sm90a_table;
+    gk_softmax_fwd_looped_table, gk_softmax_fwd_ring_sm90a_table;
 extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
-    gk_softmax_bwd_walk_table, gk_softmax_bwd_ring_sm90a_table;
+    gk_softmax_bwd_looped_table, gk_softmax_bwd_ring_sm90a_table;
 extern const gk_cuda_table gk_glu_fwd_sm90a_table, gk_glu_fwd_table, gk_glu_bwd_table,
     gk_rope_table;
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
@@ -216,16 +216,16 @@ static const gk_cuda_table *const weight_gemm_tables[] = {
     &gk_weight_wgmma_8bit_table,     &gk_weight_decoded_table,     &gk_weight_gemm_4bit_sm80_table,
     &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
 static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
-                                                       &gk_norm_fwd_walk_table};
+                                                       &gk_norm_fwd_looped_table};
 static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_ring_sm90a_table,
                                                        &gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
-                                                       &gk_norm_bwd_walk_table};
+                                                       &gk_norm_bwd_looped_table};
 static const gk_cuda_table *const softmax_fwd_tables[] = {
     &gk_softmax_fwd_ring_sm90a_table, &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table,
-    &gk_softmax_fwd_walk_table};
+    &gk_softmax_fwd_looped_table};
 static const gk_cuda_table *const softmax_bwd_tables[] = {
     &gk_softmax_bwd_ring_sm90a_table, &gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table,
-    &gk_softmax_bwd_walk_table};
+    &gk_softmax_bwd_looped_table};
 static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_sm90a_table, &gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};

@@ -9,7 +9,7 @@
  *   dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
  * RMSNorm has mean = 0. norm_fwd.cu, norm_bwd.cu and norm_sm90a.cu instantiate these kernels for
- * one block or one cluster per row; norm_walk.cu has kernels of its own for other rows.
+ * one block or one cluster per row; norm_looped.cu has kernels of its own for other rows.
  *
  * Forward: a group of threads (row_block.cuh) per row. It reads x and residual once and writes out
  * and sum (the h above) once. Plain rows, the most frequent, have a kernel with fewer registers.
@@ -31,7 +31,7 @@
 struct NormParams {
     RowTensor x, residual, out, sum;
     const void *weight, *bias;          /* NULL: weight is 1, bias is 0 */
-    int64_t weight_stride, bias_stride; /* other than 1 only in norm_walk.cu */
+    int64_t weight_stride, bias_stride; /* other than 1 only in norm_looped.cu */
     bool weight_wide, bias_wide, layer; /* wide: float32 beside 16-bit x; layer: LayerNorm */
     int64_t rows, n;
     double eps, weight_offset;
@@ -40,7 +40,7 @@ struct NormParams {
 struct NormBwdParams {
     RowTensor grad_out, grad_sum, h, dx;
     const void *weight;
-    void *sums, *stats; /* partial sums [blocks, 2, N]; norm_walk.cu: mean and rstd [rows, 2] */
+    void *sums, *stats; /* partial sums [blocks, 2, N]; norm_looped.cu: mean and rstd [rows, 2] */
     int64_t weight_stride;
     bool weight_wide, layer, wants_weight, wants_bias;
     int64_t rows, n;

@@ -2,7 +2,7 @@
 /* norm_bwd: RMSNorm and LayerNorm backward, one block per row (norm.cuh has equations and kernel).
  * Serves gk_norm_bwd in float32, bfloat16 and float16, rows of up to 16384 16-bit or 8192
  * float32 values. Rows must be whole 16-byte vectors that start at multiples of 16 bytes;
- * norm_walk.cu serves the others. Workspace: [blocks, 2, N] float32. Bound by reading g and h and
+ * norm_looped.cu serves the others. Workspace: [blocks, 2, N] float32. Bound by reading g and h and
  * writing dx. */
 #include "norm.cuh"
 

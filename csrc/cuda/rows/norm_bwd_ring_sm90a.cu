@@ -17,7 +17,7 @@
  * are added in order through the ring's memory at the end and stored as part c of the workspace
  * [C, 2, N]. norm_sums.cu adds the parts in order. Results have the same bits each time.
  *
- * Refused (norm_bwd.cu, norm_sm90a.cu and norm_walk.cu serve them): float32 and float64 tensors,
+ * Refused (norm_bwd.cu, norm_sm90a.cu and norm_looped.cu serve them): float32 and float64 tensors,
  * dbias of RMSNorm, rows that are not whole 16-byte vectors at multiples of 16 bytes, and from 8193
  * columns on a float32 weight, for which no registers are left. Bound by reading g and h and
  * writing dx. */

@@ -2,7 +2,7 @@
 /* norm_fwd: RMSNorm and LayerNorm forward, in the registers of one block (norm.cuh has equations
  * and kernel). Serves gk_norm_fwd in float32, bfloat16 and float16, rows of up to 32768 16-bit or
  * 16384 float32 values. A block has one row, or several if a warp or less holds one. Rows must be
- * whole 16-byte vectors that start at multiples of 16 bytes; norm_walk.cu serves the others. No
+ * whole 16-byte vectors that start at multiples of 16 bytes; norm_looped.cu serves the others. No
  * workspace. Bound by reading x and writing out. */
 #include "norm.cuh"
 

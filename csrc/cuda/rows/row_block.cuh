@@ -258,7 +258,7 @@ __device__ __forceinline__ void store_some(T *to, const RowSome<T, V> &x) {
 }
 
 /* ---- rows of any length and alignment: a block loops over a row ------------------------------ */
-constexpr int ROW_WALK_THREADS = 512;
+constexpr int ROW_LOOPED_THREADS = 512;
 
 inline unsigned row_blocks(int64_t rows) { return (unsigned)gk_min_i64(rows, 1 << 20); }
 

@@ -2,7 +2,7 @@
 /* softmax: softmax and log_softmax, in the registers of one block (softmax.cuh has equations and
  * kernels). Serves gk_softmax_fwd for rows of up to 32768 16-bit values and gk_softmax_bwd up to
  * 16384, in float32 (half as many), bfloat16 and float16. Rows must be whole 16-byte vectors that
- * start at multiples of 16 bytes; softmax_walk.cu serves the others. No workspace. */
+ * start at multiples of 16 bytes; softmax_looped.cu serves the others. No workspace. */
 #include "softmax.cuh"
 
 namespace {

@@ -15,7 +15,7 @@
  * Forward's statistics are a maximum and a sum of exponentials about it, which a thread rescales
  * when its maximum grows (Milakov and Gimelshein 2018, arXiv:1805.02867).
  *
- * Refused (softmax.cu, softmax_sm90a.cu and softmax_walk.cu serve them): lengths, float32 and
+ * Refused (softmax.cu, softmax_sm90a.cu and softmax_looped.cu serve them): lengths, float32 and
  * float64, rows that do not consist of whole 16-byte vectors at multiples of 16 bytes. No
  * workspace. Bound by reading each operand once and writing the result. */
 #include "../../core/invariant.h"

@@ -9,7 +9,7 @@
  *
  * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, and a thread holds 32 of
  * its columns in registers. If a longer row needs a statistic of the whole row, it is read again
- * for each statistic (quantize_walk_kernel).
+ * for each statistic (quantize_looped_kernel).
  *
  * Blocks of 128x128: one thread block each, 32 values a thread.
  *
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows_kernel(Params p
 /* For rows too long for registers: reads the row once for the norm, once for amax, and once for
  * the codes. */
 template <class T, class Codes>
-__global__ void __launch_bounds__(32 * MOST_WARPS) quantize_walk_kernel(Params p) {
+__global__ void __launch_bounds__(32 * MOST_WARPS) quantize_looped_kernel(Params p) {
     __shared__ uint32_t peaks[MOST_WARPS];
     __shared__ float sums[MOST_WARPS];
     const Row<T> row(p);
@@ -418,7 +418,7 @@ template <class T, class Codes> gk_status run_rows(const gk_context *ctx, Params
     const dim3 grid((unsigned)gk_ceil_div(p.rows, p.groups) * p.segments);
     const unsigned threads = 32u * (unsigned)(p.warps * p.groups);
     if (whole && !fits)
-        return launch<quantize_walk_kernel<T, Codes>>("quantize", ctx, grid, threads, 0, p);
+        return launch<quantize_looped_kernel<T, Codes>>("quantize", ctx, grid, threads, 0, p);
     if (p.what == GK_QUANTIZE_X)
         return launch<quantize_rows_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, threads, 0, p,
                                                              Codes::overlaps);

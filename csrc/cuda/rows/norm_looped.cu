@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_walk: RMSNorm and LayerNorm for rows of any length and alignment, forward and backward;
+/* norm_looped: RMSNorm and LayerNorm for rows of any length and alignment, forward and backward;
  * norm.cuh has the equations. Serves gk_norm_fwd and gk_norm_bwd in float32, bfloat16, float16 and
  * float64 when no register kernel takes the call.
  *
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int THREADS = ROW_WALK_THREADS;
+constexpr int THREADS = ROW_LOOPED_THREADS;
 constexpr int COLUMNS = 128;    /* columns of a block of the second kernel */
 constexpr int CHUNK_ROWS = 64;  /* rows per chunk, at least: the sums are 1/64 of what is read */
 constexpr int MOST_CHUNKS = 64; /* with 8 blocks of columns, 64 chunks already fill a GPU */
@@ -28,8 +28,8 @@ __device__ __forceinline__ typename element<T>::acc load_vector(const void *v, b
 
 /* Mean (0 for RMSNorm) and 1 / sqrt(variance + eps) of a row; `place` has 32 values. */
 template <class T, class W>
-__device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W eps, W *place,
-                                           W &mean, W &rstd) {
+__device__ __forceinline__ void looped_stats(const T *h, int64_t n, bool layer, W eps, W *place,
+                                             W &mean, W &rstd) {
     W s[1] = {0};
     mean = 0;
     if (layer) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W 
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p) {
+__global__ void __launch_bounds__(THREADS, 1) norm_fwd_looped_kernel(NormParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p)
             h = sum; /* each thread reads only elements that it wrote */
         }
         W mean, rstd;
-        walk_stats(h, p.n, p.layer, W(p.eps), place, mean, rstd);
+        looped_stats(h, p.n, p.layer, W(p.eps), place, mean, rstd);
         T *out = row_at<T>(p.out, row);
         for (int64_t i = threadIdx.x; i < p.n; i += THREADS) {
             W y = (to_acc(h[i]) - mean) * rstd;
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p)
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_kernel(NormBwdParams p) {
+__global__ void __launch_bounds__(THREADS, 1) norm_bwd_looped_kernel(NormBwdParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[64];
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const T *h = row_at<T>(p.h, row), *g = row_at<T>(p.grad_out, row);
         W mean, rstd, c[2] = {0, 0};
-        walk_stats(h, p.n, p.layer, W(p.eps), place, mean, rstd);
+        looped_stats(h, p.n, p.layer, W(p.eps), place, mean, rstd);
         auto weighted = [&](int64_t i) {
             W y = to_acc(g[i]);
             if (p.weight)
@@ -137,8 +137,8 @@ bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk
 template <class T>
 gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const NormParams p = norm_params((const gk_norm_args *)args);
-    return launch<norm_fwd_walk_kernel<T>>("gk_norm_fwd", ctx, dim3(row_blocks(p.rows)), THREADS, 0,
-                                           p);
+    return launch<norm_fwd_looped_kernel<T>>("gk_norm_fwd", ctx, dim3(row_blocks(p.rows)), THREADS,
+                                             0, p);
 }
 
 int64_t stats_bytes(const gk_norm_bwd_args *a) {
@@ -165,8 +165,8 @@ gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, 
         p.stats = workspace;
         p.sums = gk_at(workspace, stats_bytes(a));
     }
-    gk_status status = launch<norm_bwd_walk_kernel<T>>("gk_norm_bwd", ctx, dim3(row_blocks(p.rows)),
-                                                       THREADS, 0, p);
+    gk_status status = launch<norm_bwd_looped_kernel<T>>("gk_norm_bwd", ctx,
+                                                         dim3(row_blocks(p.rows)), THREADS, 0, p);
     if (status != GK_OK || !sums) return status;
     const dim3 grid((unsigned)gk_ceil_div(p.n, COLUMNS), (unsigned)plan->chunks);
     status = launch<norm_columns_kernel<T>>("gk_norm_bwd", ctx, grid, COLUMNS, 0, p);
@@ -174,19 +174,19 @@ gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, 
 }
 
 const gk_cuda_instance fwd[] = {
-    {"norm_fwd_walk_f32", GK_F32, fwd_plan, fwd_run<float>, {}, NULL},
-    {"norm_fwd_walk_bf16", GK_BF16, fwd_plan, fwd_run<__nv_bfloat16>, {}, NULL},
-    {"norm_fwd_walk_f16", GK_F16, fwd_plan, fwd_run<__half>, {}, NULL},
-    {"norm_fwd_walk_f64", GK_F64, fwd_plan, fwd_run<double>, {}, NULL},
+    {"norm_fwd_looped_f32", GK_F32, fwd_plan, fwd_run<float>, {}, NULL},
+    {"norm_fwd_looped_bf16", GK_BF16, fwd_plan, fwd_run<__nv_bfloat16>, {}, NULL},
+    {"norm_fwd_looped_f16", GK_F16, fwd_plan, fwd_run<__half>, {}, NULL},
+    {"norm_fwd_looped_f64", GK_F64, fwd_plan, fwd_run<double>, {}, NULL},
 };
 const gk_cuda_instance bwd[] = {
-    {"norm_bwd_walk_f32", GK_F32, bwd_plan, bwd_run<float>, {}, NULL},
-    {"norm_bwd_walk_bf16", GK_BF16, bwd_plan, bwd_run<__nv_bfloat16>, {}, NULL},
-    {"norm_bwd_walk_f16", GK_F16, bwd_plan, bwd_run<__half>, {}, NULL},
-    {"norm_bwd_walk_f64", GK_F64, bwd_plan, bwd_run<double>, {}, NULL},
+    {"norm_bwd_looped_f32", GK_F32, bwd_plan, bwd_run<float>, {}, NULL},
+    {"norm_bwd_looped_bf16", GK_BF16, bwd_plan, bwd_run<__nv_bfloat16>, {}, NULL},
+    {"norm_bwd_looped_f16", GK_F16, bwd_plan, bwd_run<__half>, {}, NULL},
+    {"norm_bwd_looped_f64", GK_F64, bwd_plan, bwd_run<double>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_norm_fwd_walk_table = {fwd, 4, 80, NULL};
-extern "C" const gk_cuda_table gk_norm_bwd_walk_table = {bwd, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_norm_fwd_looped_table = {fwd, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_norm_bwd_looped_table = {bwd, 4, 80, NULL};

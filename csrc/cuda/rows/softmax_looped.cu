@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax_walk: softmax and log_softmax for rows of any length and alignment; softmax.cuh has the
+/* softmax_looped: softmax and log_softmax for rows of any length and alignment; softmax.cuh has the
  * equations. Serves gk_softmax_fwd and gk_softmax_bwd in float32, bfloat16, float16 and float64
  * when no register kernel takes the call.
  *
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int THREADS = ROW_WALK_THREADS;
+constexpr int THREADS = ROW_LOOPED_THREADS;
 
 /* exp(a - b), and 0 if a is -inf, as the running maximum is before its first value. */
 template <class W> __device__ __forceinline__ W weight_of(W a, W b) {
@@ -18,7 +18,7 @@ template <class W> __device__ __forceinline__ W weight_of(W a, W b) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxParams p) {
+__global__ void __launch_bounds__(THREADS, 1) softmax_fwd_looped_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const W scale = W(p.scale);
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxPar
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS, 1) softmax_bwd_walk_kernel(SoftmaxParams p) {
+__global__ void __launch_bounds__(THREADS, 1) softmax_bwd_looped_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const W scale = W(p.scale);
@@ -89,31 +89,31 @@ bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk
 
 template <class T>
 gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    return launch<softmax_fwd_walk_kernel<T>>("gk_softmax_fwd", ctx, dim3(row_blocks(plan->tasks)),
-                                              THREADS, 0,
-                                              softmax_params((const gk_softmax_args *)args));
+    return launch<softmax_fwd_looped_kernel<T>>("gk_softmax_fwd", ctx,
+                                                dim3(row_blocks(plan->tasks)), THREADS, 0,
+                                                softmax_params((const gk_softmax_args *)args));
 }
 template <class T>
 gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    return launch<softmax_bwd_walk_kernel<T>>("gk_softmax_bwd", ctx, dim3(row_blocks(plan->tasks)),
-                                              THREADS, 0,
-                                              softmax_params((const gk_softmax_bwd_args *)args));
+    return launch<softmax_bwd_looped_kernel<T>>("gk_softmax_bwd", ctx,
+                                                dim3(row_blocks(plan->tasks)), THREADS, 0,
+                                                softmax_params((const gk_softmax_bwd_args *)args));
 }
 
 const gk_cuda_instance fwd[] = {
-    {"softmax_fwd_walk_f32", GK_F32, fwd_plan, fwd_run<float>, {}, NULL},
-    {"softmax_fwd_walk_bf16", GK_BF16, fwd_plan, fwd_run<__nv_bfloat16>, {}, NULL},
-    {"softmax_fwd_walk_f16", GK_F16, fwd_plan, fwd_run<__half>, {}, NULL},
-    {"softmax_fwd_walk_f64", GK_F64, fwd_plan, fwd_run<double>, {}, NULL},
+    {"softmax_fwd_looped_f32", GK_F32, fwd_plan, fwd_run<float>, {}, NULL},
+    {"softmax_fwd_looped_bf16", GK_BF16, fwd_plan, fwd_run<__nv_bfloat16>, {}, NULL},
+    {"softmax_fwd_looped_f16", GK_F16, fwd_plan, fwd_run<__half>, {}, NULL},
+    {"softmax_fwd_looped_f64", GK_F64, fwd_plan, fwd_run<double>, {}, NULL},
 };
 const gk_cuda_instance bwd[] = {
-    {"softmax_bwd_walk_f32", GK_F32, bwd_plan, bwd_run<float>, {}, NULL},
-    {"softmax_bwd_walk_bf16", GK_BF16, bwd_plan, bwd_run<__nv_bfloat16>, {}, NULL},
-    {"softmax_bwd_walk_f16", GK_F16, bwd_plan, bwd_run<__half>, {}, NULL},
-    {"softmax_bwd_walk_f64", GK_F64, bwd_plan, bwd_run<double>, {}, NULL},
+    {"softmax_bwd_looped_f32", GK_F32, bwd_plan, bwd_run<float>, {}, NULL},
+    {"softmax_bwd_looped_bf16", GK_BF16, bwd_plan, bwd_run<__nv_bfloat16>, {}, NULL},
+    {"softmax_bwd_looped_f16", GK_F16, bwd_plan, bwd_run<__half>, {}, NULL},
+    {"softmax_bwd_looped_f64", GK_F64, bwd_plan, bwd_run<double>, {}, NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_softmax_fwd_walk_table = {fwd, 4, 80, NULL};
-extern "C" const gk_cuda_table gk_softmax_bwd_walk_table = {bwd, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_softmax_fwd_looped_table = {fwd, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_softmax_bwd_looped_table = {bwd, 4, 80, NULL};
