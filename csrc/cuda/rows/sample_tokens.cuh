@@ -1,32 +1,41 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sample_tokens.cuh: a token of each row of logits in one launch and without a sort
- * (gpukern_sample.h has the equations). sample_tokens.cu has the instances with one block a row,
- * sample_tokens_sm90a.cu those with a cluster of 2, 4 or 8 blocks.
+/* sample_tokens.cuh: draws one token from each row of logits, in one launch and without a sort.
+ * gpukern_sample.h has the equations.
  *
- * Each block of a row has an equal part of it. It reads the part once from memory and a few times
- * from L2:
+ * sample_tokens.cu instantiates the kernel with one block a row, sample_tokens_sm90a.cu with a
+ * cluster of 2, 4 or 8 blocks a row. sample_tokens_shared.cuh has the shared memory and what the
+ * threads of a block compute together.
  *
- *   1  the largest and the smallest y, after penalties. Tokens with a count, a mark or a draft are
- *      few. Their y go to shared memory (Changed tokens), so that later passes read logits alone
- *   2  with top_k or top_p: how many tokens lie in each of 2048 equal parts of the range of x, and
- *      their weights
- *   3  for top_k, then for top_p: the tokens of the part that holds the last token which stays.
- *      They go to shared memory, where further histograms find the value of that token. If top_k
- *      is at most LISTED, the list has all tokens up to there, and top_p only looks at those
- *   4  the weights that are left, by chunk of the row
- *   5  the token in the chunk that the number hits
+ * Quantities. y is a logit after penalties. x = (y - max y) / temperature is at most 0. The weight
+ * of a token is exp(x) as an integer below 2^44. The key of a token is -x, read as a 64-bit
+ * integer: a larger key means a smaller x, hence a less likely token. Integer weights have the same
+ * sum in any order. So the token of a row does not depend on the number of blocks that share the
+ * row.
  *
- * x = (y - max y) / temperature is not positive. The bits of -x as an integer, its key, rise as x
- * falls. A weight is an integer below 2^44, so sums in any order agree, and a row's token does not
- * depend on how many blocks it has. A histogram has its sums in two words, because shared memory
- * adds 64 bits only by compare and swap. Blocks of a cluster read each other's maxima, histograms,
- * lists and sums (sample_tokens_shared.cuh).
+ * Work split. Each block of a row owns an equal, contiguous part of it. The block reads its part
+ * once from memory and a few times from L2:
  *
- * A pass that looks for few tokens compares x in float32 first. Weights are computed for all
- * elements of a vector side by side, because one exponential is a chain of 20 dependent operations.
+ *   1  Find the largest and the smallest y. Tokens with a count, a mark or a draft ("changed
+ *      tokens") are few. Their y are stored in shared memory, so that later passes read only
+ *      logits.
+ *   2  If the call has top_k or top_p: build a histogram over the range of x. It has 2048 equal
+ *      bins, each with the number and the sum of weights of its tokens.
+ *   3  Find the key of the last token that top_k keeps, then of the last one that top_p keeps. The
+ *      tokens of the bin that holds this token are copied to a list in shared memory, if they are
+ *      at most LISTED. Further histograms narrow the range down to a single key. If top_k is at
+ *      most LISTED, the list may hold every token that top_k keeps, and top_p reads only the list.
+ *   4  Sum the weights of the kept tokens for each chunk of the part.
+ *   5  Find the chunk that the random number hits, and the token in that chunk.
  *
- * Shared memory: struct Shared, 68 KiB or 84 KiB; with penalties the changed tokens, 20 bytes for
- * 128 tokens of a block, and 8 bytes for a changed token as far as there is room. No workspace. */
+ * Blocks of a cluster read each other's maxima, histograms, lists and sums from shared memory.
+ *
+ * Arithmetic. x and the weights are float64. A pass that looks for few tokens compares x in float32
+ * first, because most tokens are far outside of the range. One exponential is a chain of 20
+ * dependent operations, so a thread computes those of all elements of a vector side by side.
+ *
+ * Shared memory: struct Shared, 68 KiB, or 84 KiB in clusters. With penalties the changed tokens
+ * follow: 20 bytes for each group of 128 tokens, and 8 bytes for each changed token, as far as
+ * there is room. No workspace. */
 #ifndef GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_CUH
 #define GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_CUH
 
@@ -34,13 +43,13 @@
 
 namespace {
 
-/* ---- a row ----------------------------------------------------------------------------------- */
+/* ---- one row of logits, or a block's part of it ---------------------------------------------- */
 __device__ __forceinline__ float wide(float x) { return x; }
 __device__ __forceinline__ double wide(double x) { return x; }
 __device__ __forceinline__ float wide(__half x) { return __half2float(x); }
 __device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-/* BYTES, 8 or 16, in whole words */
+/* The vector type of BYTES (8 or 16) bytes. */
 template <int BYTES> struct WordsOf {
     typedef uint4 type;
 };
@@ -60,7 +69,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     typedef decltype(wide(T())) Wide;
     static constexpr int VEC = sizeof(T) > 4 ? 2 : 4; /* elements of a load */
     static constexpr int VEC_BYTES = VEC * sizeof(T);
-    /* vectors of a thread on their way, from L2; rows with penalties have no registers for more */
+    /* Vectors that a thread loads ahead of use, to cover the latency of L2. With penalties there
+     * are registers for only one. */
     static constexpr int AHEAD = PENALISED ? 1 : 3;
     static constexpr int LISTED = S::LISTED;
 
@@ -68,10 +78,10 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     S &s;
     int row;
     const T *logits;
-    /* The block has so many vectors. Element e of vector j is token j VEC + e - shift. */
+    /* Number of vectors in the block's part. Element e of vector j is token j VEC + e - shift. */
     int vectors, shift;
-    int end;  /* behind the block's last token */
-    int turn; /* of exchange() */
+    int end;  /* one past the block's last token */
+    int turn; /* which of the two mailboxes exchange() uses next */
 
     __device__ Row(const Params &p, S &s, int row, int slot) : p(p), s(s), row(row), turn(0) {
         logits = (const T *)p.logits + row * p.row_stride;
@@ -101,8 +111,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     /* ---- loads ------------------------------------------------------------------------------- */
-    /* Values of 16 bits are moved as whole words: they would be taken apart as soon as they come,
-     * which waits for the load. */
+    /* A vector of 16-bit values is loaded as whole words. If the type were an array of 16-bit
+     * values, the compiler would unpack them right after the load, and wait for it there. */
     union Words {
         BitsOf<VEC_BYTES> bits;
         T v[VEC];
@@ -117,8 +127,9 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         E v[VEC];
     };
 
-    /* Copies what a tensor's row has for vector j, at `from`. Tokens outside the row are not read.
-     * aligned: vectors begin at multiples of their bytes. */
+    /* Loads a tensor's values of the tokens of vector j. `from` is the start of the row in that
+     * tensor. Tokens outside the row are not read. aligned: the tensor's vectors start at multiples
+     * of their size. */
     template <class E>
     __device__ __forceinline__ void load_into(E (&to)[VEC], const E *from, int j,
                                               bool aligned) const {
@@ -150,13 +161,15 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
 
     __device__ __forceinline__ int token_of(int j, int e) const { return j * VEC + e - shift; }
 
-    /* True if a token of the block's vectors is one of its tokens, not before the row or behind
-     * the part. */
+    /* True if `token` belongs to the block's part. The first and the last vector may also hold
+     * tokens outside of it. */
     __device__ __forceinline__ bool there(int token) const { return token >= 0 && token < end; }
 
-    /* Calls f(load(j), j) for the numbers j of the block's vectors. Every lane of a warp takes the
-     * same steps. The next vectors are on their way while f is computed. Each has registers of its
-     * own: a copy from register to register would wait for the load. */
+    /* Calls f(load(j), j) for every vector j of the block. All lanes of a warp take the same number
+     * of steps, so f may use warp-wide operations.
+     *
+     * AHEAD vectors are in flight while f computes. Each has registers of its own: a copy from
+     * register to register would wait for the load. */
     template <int AHEAD, class L, class F>
     __device__ __forceinline__ void each_by(const L &load, const F &f) const {
         decltype(load(0)) x[AHEAD];
@@ -185,14 +198,16 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return d < DRAFTED ? s.drafted[d] : load_drafted(d);
     }
 
-    /* Addresses of what follows Shared. Kept in registers, they would not fit there. */
+    /* The three arrays of changed tokens, behind struct Shared. Their addresses are computed where
+     * they are used, because there are no registers to keep them. */
     __device__ __forceinline__ uint4 *masks() const { return (uint4 *)(&s + 1); }
     __device__ __forceinline__ int *first_of_group() const { return (int *)(masks() + p.groups); }
     __device__ __forceinline__ double *values() const {
         return (double *)(first_of_group() + p.groups);
     }
 
-    /* y of a token from its count and mark. Both and its drafts may add up to more than an int. */
+    /* Returns y of a token, given its count and its prompt mark. The sum is 64 bits wide, because
+     * count plus drafts may overflow an int. */
     __device__ __forceinline__ double penalised(Wide logit, int token, int count, bool mark) const {
         int64_t times = count;
 #pragma unroll 1
@@ -206,15 +221,16 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
                          mark);
     }
 
-    /* The tokens of a vector: their y, rounded to the type of logits if they changed, and then the
-     * places of their values. */
+    /* The tokens of one vector. y is rounded to the logits' precision if the token changed. In that
+     * case `place` says where the exact y is stored. */
     struct Tokens {
         Wide y[VEC];
-        int place[VEC]; /* NONE: y is exact */
-        bool anew;      /* FULL: values are computed anew */
+        int place[VEC]; /* index into values(); NONE: the token did not change, and y is exact */
+        bool anew;      /* the group was FULL: the exact y must be computed again from memory */
     };
 
-    /* The tokens of vector j. All lanes of a warp call it, with vectors of one group. */
+    /* Fills t with the tokens of vector j. All lanes of a warp call it, and their vectors belong to
+     * one group. */
     __device__ __forceinline__ void tokens_of(const Vec &x, int j, Tokens &t) const {
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
@@ -234,7 +250,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
                     if (!there(token_of(j, e))) continue;
                     const Wide y = (Wide)penalised(token_of(j, e));
 #pragma unroll
-                    for (int i = 0; i < VEC; ++i) /* an index that varies would need a stack */
+                    for (int i = 0; i < VEC; ++i) /* a variable index would put t.y on the stack */
                         if (i == e) t.y[i] = y;
                 }
                 return;
@@ -253,7 +269,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         }
     }
 
-    /* x of each token of vector j */
+    /* Computes x of each token of vector j, in float64. */
     __device__ __forceinline__ void x_of(const Facts &f, const Tokens &t, int j,
                                          double (&x)[VEC]) const {
 #pragma unroll
@@ -274,14 +290,14 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         }
     }
 
-    /* Bounds of x in float32, wide enough for its rounding errors. Most tokens of a pass lie
-     * outside, and cost no arithmetic in float64. */
+    /* A range of x in float32, widened by the rounding error of float32. Tokens outside of it need
+     * no arithmetic in float64. */
     struct Near {
         float from, to;
     };
     __device__ __forceinline__ Near near_keys(const Facts &f, int64_t low, int64_t high) const {
         if (sizeof(T) > 4 || !f.in_float) return {-INFINITY, INFINITY};
-        /* fmax: the bits of NO_KEY are NaN */
+        /* NO_KEY has the bits of a NaN, which fmax ignores */
         const double from = fmax(-__longlong_as_double(high), f.lowest);
         return {(float)from - MARGIN, (float)-__longlong_as_double(low) + MARGIN};
     }
@@ -292,13 +308,14 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     /* ---- 1: the largest y -------------------------------------------------------------------- */
-    /* NaN is larger than any number; of equal values the lower token wins. */
+    /* True if y of token i comes before `than` of token `other`. NaN counts as larger than any
+     * number. Of equal values the lower token wins. */
     template <class Y> static __device__ __forceinline__ bool beats(Y y, int i, Y than, int other) {
         if (y != y) return than == than || i < other;
         return y > than || (y == than && i < other);
     }
 
-    /* The best token so far. low: the least finite y. */
+    /* The best token so far. low: the smallest finite y. */
     template <class Y> struct Best {
         Y top = -(Y)INFINITY, low = (Y)INFINITY;
         int at = INT32_MAX;
@@ -311,7 +328,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         }
     };
 
-    /* Reads logits, counts and marks once. Fills `changed`. */
+    /* Pass 1 with penalties. Reads logits, counts and marks once, and stores the changed tokens in
+     * shared memory. */
     __device__ __forceinline__ Best<double> best_penalised() {
         struct Counted {
             Vec logits;
@@ -341,10 +359,11 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
                 if (there(first + e)) x.marks |= (uint32_t)prompt[first + e] << 8 * e;
             return x;
         };
-        /* penalties that are not finite change each token: 0 times infinity is NaN */
+        /* a penalty that is not finite changes every token, because 0 times infinity is NaN */
         const bool change_all = !isfinite(s.presence) || !isfinite(s.frequency);
         const int lane = threadIdx.x % 32;
-        /* a draft for each lane; a lane without one has a token that no row has */
+        /* The first 32 drafts, one in each lane. A lane without a draft has -1, which is no token.
+         */
         int draft = -1;
         if (lane < p.num_drafted) {
             const int64_t d = integer_of(p.drafted, row * p.drafted.stride +
@@ -401,7 +420,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
                     if (mine >> e & 1) other.see(penalised(token_of(j, e)), token_of(j, e));
             } else if (num) {
 #pragma unroll
-                for (int e = 0; e < VEC; ++e) { /* a value's place has its token for now */
+                /* Stores the token for now. The loop behind the barrier replaces it by y. */
+                for (int e = 0; e < VEC; ++e) {
                     if (differs[e])
                         values()[at + __popc(words[e] & ((1u << lane) - 1))] =
                             __longlong_as_double(token_of(j, e));
@@ -440,8 +460,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return best;
     }
 
-    /* Returns the token of the largest y, and y; `range`: how far the smallest finite y is below.
-     */
+    /* Pass 1. Returns the token with the largest y, and that y in `largest`. range: largest minus
+     * the smallest finite y. */
     __device__ __forceinline__ int best(double &largest, double &range) {
         Best<double> b;
         if constexpr (PENALISED) {
@@ -507,7 +527,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             if (!__any_sync(ALL, any)) return;
             double all_x[VEC];
             x_of(f, t, j, all_x);
-            /* rows with penalties have no registers for more exponentials side by side */
+            /* with penalties, registers suffice for two exponentials side by side */
             constexpr int SIDE = PENALISED ? 2 : VEC;
 #pragma unroll
             for (int first = 0; first < VEC; first += SIDE) {
@@ -532,8 +552,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     /* ---- 3: the key of the last token that stays --------------------------------------------- */
-    /* Calls call(key) for each token of the block that has a weight and whose key is in [low,
-     * high]. */
+    /* Calls call(key) for each token of the block that has a weight and a key in [low, high]. */
     template <class F>
     __device__ __forceinline__ void each_between(int64_t low, int64_t high, F call) const {
         const Facts f = s.facts;
@@ -567,8 +586,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return gk_sample_round(gk_sample_exp(-__longlong_as_double(key), s.table));
     }
 
-    /* Calls f(key) for each token of s.chosen: from the list, which has those of all blocks, or
-     * from the block's part. */
+    /* Calls f(key) for each token whose key is in the range s.chosen. listed: reads the list, which
+     * holds tokens of all blocks. Otherwise it reads the block's part of the row. */
     template <class F> __device__ __forceinline__ void each_chosen(bool listed, F f) const {
         const int64_t low = s.chosen.low, high = s.chosen.high;
         if (!listed) {
@@ -579,7 +598,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             if (s.list[i] >= low && s.list[i] <= high) f(s.list[i]);
     }
 
-    /* Thread 0 sets the keys of s.chosen. */
+    /* Sets the range s.chosen to [low, high], in thread 0. */
     __device__ __forceinline__ void set_keys(int64_t low, int64_t high) const {
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -589,8 +608,9 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         __syncthreads();
     }
 
-    /* Puts the row's keys from low to high into the list of every block, and returns their number,
-     * which is at most LISTED. */
+    /* Stores the keys in [low, high] of the whole row in the list of every block. Returns their
+     * number, which the caller knows to be at most LISTED. bin: the histogram bin that the list now
+     * stands for, or -1. */
     __device__ __forceinline__ int collect(int64_t low, int64_t high, int bin) {
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -603,7 +623,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         if constexpr (CLUSTER) {
             const int own = s.in_list, rank = (int)cluster_ctarank();
             int all = own;
-            /* a block appends the others' keys behind its own */
+            /* each block appends the keys of the other blocks to its own */
             exchange<CLUSTER>(s, p.blocks, turn, Mail{{own, 0, 0, 0}}, [&](int r, const Mail &m) {
                 if (r == rank) return;
                 const int num = (int)m.word[0];
@@ -615,14 +635,17 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
                 all += num;
             });
             if (threadIdx.x == 0) s.in_list = all;
-            sync_row<CLUSTER>(); /* the others have read this list */
+            sync_row<CLUSTER>(); /* the other blocks have read this block's list */
         }
         return s.in_list;
     }
 
-    /* Leaves in s.keep the bound of the first s.most tokens in the order of x, among which a token
-     * stays if the weights before it have a sum below s.share; one token stays in any case. The
-     * last token that stays is in s.chosen. */
+    /* Narrows the range s.chosen to the single key of the last kept token, and stores the bound in
+     * s.keep.
+     *
+     * A token is kept if fewer than s.most tokens come before it, and if the weights of those
+     * before it sum to less than s.share. The first token is always kept. Each round builds a
+     * histogram of the range and continues with one of its 2048 bins. */
     __device__ __forceinline__ void narrow(bool listed) {
         for (;;) {
             int64_t low = NO_KEY, high = 0;
@@ -652,8 +675,9 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             set_keys(low, low + ((int64_t)1 << shift) - 1);
         }
         if (threadIdx.x == 0) {
-            /* all tokens of the group have one key; a token has a place if those before leave it
-             * one */
+            /* All tokens of the range now have the same key. Find by bisection how many of them are
+             * kept. The token at index i is kept if the weights before it sum to less than s.share.
+             */
             const Group c = s.chosen;
             const int64_t each_weight = weight_of(c.low);
             int room = 1, most_room = min(c.count, s.most - c.before);
@@ -669,7 +693,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         __syncthreads();
     }
 
-    /* The sum of the first histogram, of all blocks. */
+    /* Returns the sum of the first histogram's weights over all blocks. */
     __device__ __forceinline__ int64_t sum_of_all() {
         __syncthreads();
         int64_t sum = 0, total;
@@ -683,8 +707,8 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return sum;
     }
 
-    /* Leaves in the list the tokens that top_k keeps, and returns the sum of their weights. whole:
-     * the list has all tokens that stay, and more. */
+    /* Reduces the list to the tokens that top_k keeps, and returns the sum of their weights. whole:
+     * the list already holds all of these tokens, and some more. */
     __device__ __forceinline__ int64_t list_kept(bool whole) {
         const int64_t last = s.keep.last;
         const int room = s.keep.room;
@@ -711,9 +735,9 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return total;
     }
 
-    /* Leaves in s.keep the bound of the tokens that top_k and then top_p leave: first the bound by
-     * count, then the one by weights. If top_k leaves few tokens, the list has all of them for
-     * top_p. */
+    /* Pass 3. Stores in s.keep the bound of the tokens that are left after top_k and then top_p.
+     * The loop runs once for top_k, which bounds the number, and once for top_p, which bounds the
+     * sum of weights. few: top_k is at most LISTED, so top_p works on the list. */
     __device__ __forceinline__ void bound(int most, bool few) {
 #pragma unroll 1
         for (int by_sum = most == INT32_MAX; by_sum < 2; ++by_sum) {
@@ -737,7 +761,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             if (!(by_sum && few)) {
                 choose<CLUSTER>(s, s.all, p.blocks);
                 const int bin = s.bin;
-                if (bin < 0) break; /* no token has a weight: s.keep has no bound yet */
+                if (bin < 0) break; /* no token has a weight, so s.keep stays without a bound */
                 const double bins = s.facts.bins;
                 const int64_t low = __double_as_longlong(bin / bins);
                 const int64_t high =
@@ -754,8 +778,9 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
     }
 
     /* ---- 4 and 5: the draw ------------------------------------------------------------------- */
-    /* The weights of vector j's tokens whose keys are below the bound's. Returns a bit for each
-     * whose key is the bound's. All lanes of a warp call it. */
+    /* Computes the weights of vector j's tokens whose keys are below the bound's key. Returns one
+     * bit for each token whose key equals it. Only the first keep.room tokens with this key are
+     * kept, which the caller counts. All lanes of a warp call it. */
     __device__ __forceinline__ unsigned kept(const Facts &f, const Bound &keep, const Near &near,
                                              const Vec &raw, int j, int64_t (&weight)[VEC]) const {
         Tokens t;
@@ -784,21 +809,21 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return equal;
     }
 
-    /* The token, or -1 if another block of the row has it. */
+    /* Passes 4 and 5. Returns the drawn token, or -1 if it is in another block's part. */
     __device__ __forceinline__ int draw() {
         const Bound keep = s.keep;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int rank = CLUSTER ? (int)cluster_ctarank() : 0;
-        /* a chunk is so many vectors a lane */
+        /* A chunk is each_lane vectors of each lane of one warp. */
         const int most = 32 * MOST_CHUNKS;
         const int each_lane = max((vectors + most - 1) / most, 1);
         const int chunks = (vectors + 32 * each_lane - 1) / (32 * each_lane);
         const int64_t each_weight = keep.last == NO_KEY ? 0 : weight_of(keep.last);
         const Facts f = s.facts;
         const Near near = near_keys(f, 0, keep.last);
-        __syncthreads(); /* the second histogram has been read */
+        __syncthreads(); /* all threads have read s.part, which s.chunks overlays */
         {
-            /* step i of chunk c is being computed, step next_i of next_c loaded */
+            /* Step i of chunk c is computed now. Step next_i of chunk next_c is loaded next. */
             int c = warp, i = 0, next_c = warp, next_i = 0;
             const auto load_next = [&]() {
                 const int j = (next_c * each_lane + next_i) * 32 + lane;
@@ -865,17 +890,18 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         if (total == 0) return s.most_likely;
         const double at = GK_MUL(number_of(p.number, row, 0), (double)total);
         int64_t place = at > 0 ? (at < (double)total ? (int64_t)at : total - 1) : 0;
-        place = lower(place, total - 1) - part_before; /* in the block's part */
+        /* now counted from the start of the block's part */
+        place = lower(place, total - 1) - part_before;
         if (place < 0 || place >= part) return -1;
         if (before <= place && place < before + own) {
             s.bin = threadIdx.x;
-            s.place = place - before; /* in the chunk */
+            s.place = place - before; /* counted from the start of the chunk */
             s.equal_before = equal_before;
         }
         __syncthreads();
         place = s.place;
         equal_before = s.equal_before;
-        /* every warp looks for it, so that all threads return the token */
+        /* Every warp searches the chunk, so that all threads return the token. */
         for (int i = 0; i < each_lane; ++i) {
             const int j = (s.bin * each_lane + i) * 32 + lane;
             const Vec x = load(j);
@@ -903,7 +929,7 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             }
             const unsigned hit = __ballot_sync(ALL, upto > place);
             if (hit) {
-                int passed = 0; /* of this lane's tokens, those up to which the sum is too small */
+                int passed = 0; /* how many of this lane's tokens end at or before `place` */
                 upto -= sum;
 #pragma unroll
                 for (int e = 0; e < VEC; ++e) {
@@ -918,10 +944,10 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
         return s.most_likely; /* not reached */
     }
 
-    /* The row's token, or -1 if another block has it. */
+    /* Returns the row's token, or -1 if another block has it. */
     __device__ __forceinline__ int token() {
         double largest, range;
-        const int most_likely = best(largest, range); /* in s.most_likely from here on */
+        const int most_likely = best(largest, range); /* read from s.most_likely from here on */
         const double temperature = number_of(p.temperature, row, 0);
         if (!(temperature > 0) || !isfinite(largest)) return most_likely;
         if (threadIdx.x == 0) {
@@ -930,15 +956,16 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
             f.inverse = GK_DIV(1.0, temperature);
             const double min_p = number_of(p.min_p, row, 0);
             f.least = GK_MUL(min_p, GK_SAMPLE_ONE);
-            /* log of less than 0, and of NaN, is NaN */
+            /* log of a negative number or of NaN is NaN, which fmax ignores */
             f.lowest = fmax(p.min_p.data ? log(min_p) : GK_SAMPLE_LEAST, GK_SAMPLE_LEAST);
             f.largest32 = (float)largest;
             f.inverse32 = (float)f.inverse;
             f.in_float =
                 fabs(largest) < 1e30 && range < 1e30 && f.inverse > 1e-30 && f.inverse < 1e30;
-            if (PENALISED) /* float32 rounds the y of changed tokens */
+            if (PENALISED) /* changed tokens have a y that is rounded to float32 here */
                 f.in_float = f.in_float && fabs(largest) * f.inverse < 100;
-            /* range / temperature < 2^k, at most 2^5 of which have a weight */
+            /* Choose bins so that range / temperature < 2^k is cut into 2048 bins. Only x down to
+             * GK_SAMPLE_LEAST have a weight, so k is at most 5. */
             const double spread = fmin(range * f.inverse, -GK_SAMPLE_LEAST);
             const int k = max((int)(__double_as_longlong(spread) >> 52) - 1022, -40);
             f.bins = __longlong_as_double((int64_t)(1023 + 11 - k) << 52);
@@ -964,8 +991,9 @@ template <class T, bool PENALISED, bool CLUSTER, class S> struct Row {
 };
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
-/* Keys in the list. GPUs that run the kernels without clusters may have 99 KiB of shared memory, of
- * which the changed tokens need a part. */
+/* The template argument is the number of keys in the list. Without clusters it is 2048, because
+ * some GPUs have only 99 KiB of shared memory a block, and the changed tokens need a part of that.
+ */
 template <bool CLUSTER> using SharedOf = Shared<CLUSTER ? 4096 : 2048>;
 
 template <class T, bool CLUSTER>
@@ -985,7 +1013,8 @@ __global__ void __launch_bounds__(THREADS, 1) sample_tokens_kernel(Params p) {
     const int token = slot < 0 ? Row<T, false, CLUSTER, S>(p, s, row, -1).token()
                                : Row<T, true, CLUSTER, S>(p, s, row, (int)slot).token();
     if (threadIdx.x == 0 && token >= 0) p.out[row] = token;
-    if constexpr (CLUSTER) barrier_cluster_ordered(); /* others may still read this block's words */
+    /* other blocks may still read this block's shared memory */
+    if constexpr (CLUSTER) barrier_cluster_ordered();
 }
 
 /* ---- plan and run ---------------------------------------------------------------------------- */
@@ -997,8 +1026,9 @@ Integers integers_of(const gk_tensor *t) {
     return {t->data, t->stride[0], t->ndim > 1 ? t->stride[1] : 0, t->dtype == GK_I64};
 }
 
-/* Blocks of a row, so that the fewest waves of parts run. A GPU holds one block on an SM. An eighth
- * of the SMs may lie in parts of the chip that have no room for another cluster of 4 or 8. */
+/* Chooses the number of blocks a row that minimises the waves, each weighted by the length of a
+ * part. An SM holds one block. Clusters of 4 or 8 may leave an eighth of the SMs idle, because a
+ * cluster must fit into one GPC. */
 int blocks_of_row(const gk_context *ctx, int64_t rows, int64_t v) {
     const int sms = gk_gpu_of(ctx->index)->num_sms;
     int best = 1;
@@ -1041,8 +1071,9 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
         p.counts = (const int32_t *)a->counts->data;
         p.counts_stride = a->counts->stride[0];
         p.num_slots = a->counts->shape[0];
-        /* A mask and a place for each group, if there is room for 12 bytes of values beside them. A
-         * vector more, because the first may lack its first tokens. */
+        /* Reserve a mask and a first index for each group, as far as 12 bytes of values remain for
+         * each group. A part has one more vector than its tokens need, because the first vector may
+         * start before the row. */
         const int64_t in_vector = sizeof(T) > 4 ? 2 : 4;
         const int64_t in_part = gk_ceil_div(p.v + 2 * in_vector, 32 * in_vector * p.blocks) + 1;
         const int64_t left = gk_gpu_of(ctx->index)->smem_per_block - smem;

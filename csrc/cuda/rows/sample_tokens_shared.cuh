@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sample_tokens_shared.cuh: the arguments of sample_tokens' kernel, its shared memory, and what the
- * threads of a block do together: sums, histograms, and the choice of a bin. sample_tokens.cuh uses
- * it for a row.
+/* sample_tokens_shared.cuh: the arguments and the shared memory of the kernel in sample_tokens.cuh,
+ * and what the threads of a block compute together: prefix sums, histograms, and the choice of a
+ * histogram bin.
  *
- * A row has one block or a cluster of blocks (CLUSTER). Blocks of a cluster each have a part of the
- * row and exchange sums by reading each other's shared memory. Every block then computes the same
- * results from the same integers. */
+ * A row has one block, or a cluster of blocks (CLUSTER). Each block of a cluster owns a part of the
+ * row. The blocks exchange integer sums by reading each other's shared memory. Every block then
+ * computes the same results from the same integers. */
 #ifndef GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_SHARED_CUH
 #define GPUKERN_CUDA_ROWS_SAMPLE_TOKENS_SHARED_CUH
 
@@ -25,13 +25,15 @@ enum {
     THREADS = 512, /* 128 registers a thread: four exponentials side by side need more than 64 */
     WARPS = THREADS / 32,
     BINS = 2048,
-    BINS_EACH = BINS / THREADS, /* of a thread in a scan */
+    BINS_EACH = BINS / THREADS, /* bins of a thread in choose() */
     DRAFTED = 16,               /* drafted tokens in shared memory */
     MOST_CHUNKS = THREADS
 };
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int64_t NO_KEY = INT64_MAX;
-constexpr float MARGIN = 1e-4f; /* of x in float32: 31 times 2^-21 is 1.5e-5 */
+/* Bound of the error of x in float32: |x| is at most 31, so rounding alone is 31 x 2^-21 = 1.5e-5.
+ */
+constexpr float MARGIN = 1e-4f;
 __constant__ double powers[32] = GK_SAMPLE_TABLE;
 
 /* ---- parameters ------------------------------------------------------------------------------ */
@@ -60,8 +62,8 @@ struct Params {
     int64_t num_slots, counts_stride, prompt_stride;
     int64_t *out;
     uint8_t *error_word;
-    int blocks;              /* of a row */
-    int groups, most_values; /* room for changed tokens in shared memory (changed tokens) */
+    int blocks;              /* blocks that share a row */
+    int groups, most_values; /* capacity for changed tokens, see below */
 };
 
 __device__ __forceinline__ double number_of(const Numbers &x, int row, double otherwise) {
@@ -76,46 +78,47 @@ __device__ __forceinline__ int64_t integer_of(const Integers &x, int64_t at) {
 /* ---- shared memory --------------------------------------------------------------------------- */
 struct Histogram {
     alignas(16) uint32_t count[BINS];
-    alignas(16) uint32_t low[BINS], high[BINS]; /* the words of the sums */
+    alignas(16) uint32_t low[BINS], high[BINS]; /* the two 32-bit words of each sum */
 };
 struct Chunks {
-    int64_t sum[MOST_CHUNKS]; /* weights of keys below the last one */
-    int equal[MOST_CHUNKS];   /* tokens with the last key */
+    int64_t sum[MOST_CHUNKS]; /* sum of the weights of keys below the bound's key */
+    int equal[MOST_CHUNKS];   /* number of tokens with exactly that key */
 };
 
-/* The tokens between two keys, and what comes before them in the order of x. */
+/* The tokens with keys in [low, high]. before, before_sum: number and weights of the tokens with
+ * smaller keys. count: number of the tokens themselves. */
 struct Group {
-    int64_t low, high; /* keys */
+    int64_t low, high;
     int64_t before_sum;
     int before, count;
-    int bin; /* of the first histogram */
+    int bin; /* bin of the last histogram that choose() read */
 };
 
-/* The tokens that stay: those whose key is below `last`, and of those with that key the first
- * `room`. total: their weights. */
+/* The tokens that are kept: all with a key below `last`, and the first `room` of those whose key
+ * equals it. total: the sum of their weights. */
 struct Bound {
     int64_t last, total;
     int room;
 };
 
-/* The facts of a row that its passes need. Every pass reads them anew, so that they take no
- * registers in between. */
+/* Constants of a row. They are in shared memory, and every pass loads them again, so that they
+ * occupy no registers between passes. */
 struct Facts {
     double largest, inverse, least; /* max y, 1 / temperature, min_p 2^43 */
-    double lowest;                  /* a token with an x below it has no weight */
-    double bins;                    /* of the first histogram in a unit of x; a power of two */
+    double lowest;                  /* tokens with a smaller x have no weight */
+    double bins;                    /* bins of the first histogram per unit of x; a power of two */
     float largest32, inverse32;
-    bool in_float; /* float32 can hold x, and what it is made of */
+    bool in_float; /* float32 can represent x and its terms, so that is_far() may be used */
 };
 
-/* What a block tells the other blocks of its row. */
+/* A block's message to the other blocks of its row; its meaning is that of the exchange. */
 struct alignas(16) Mail {
     int64_t word[4];
 };
 
 template <int ROOM> struct Shared {
     static constexpr int LISTED = ROOM; /* keys in the list */
-    Histogram all;                      /* of the block's part of the row */
+    Histogram all;                      /* histogram of the block's part of the row */
     union {
         Histogram part;
         Chunks chunks;
@@ -131,30 +134,34 @@ template <int ROOM> struct Shared {
     Facts facts;
     Group chosen;
     Bound keep;
-    int listed, in_list; /* the bin whose keys the list has, and their number */
+    int listed, in_list; /* the bin whose keys are in the list; number of keys in the list */
     int bin, equal_before;
-    int values, listed_values; /* taken places of changed tokens, and those that have one */
+    /* changed tokens counted; how many of them have a value in `values` */
+    int values, listed_values;
     int64_t place, slot;
-    double share; /* what choose() goes by */
+    double share; /* the sum of weights that bounds the kept tokens */
     int most;
     int most_likely;
-    bool whole; /* the list has all tokens before the bin, too */
+    bool whole; /* the list also holds all tokens with smaller keys than the bin's */
 };
 
-/* Changed tokens are those of the block's part with a count, a mark or a draft. Their y after
- * penalties follow Shared, for p.groups groups and p.most_values values. A group is 128 tokens (64
- * of float64) that a warp loads at once.
+/* Changed tokens are tokens of the block's part with a count, a mark or a draft. Their y after
+ * penalties are stored behind struct Shared, for p.groups groups and p.most_values values. A group
+ * is the 128 tokens (64 in float64) that a warp loads at once.
  *
  *   uint4 masks[groups]      word e has a bit for element e of each lane's vector
- *   int first[groups]        place of the group's first value, in the order of words and bits
- *   double values[most_values] */
+ *   int first[groups]        index of the group's first value, in the order of words and bits
+ *   double values[most_values]
+ */
 enum {
-    NONE = -1, /* in first: no token of the group changed */
-    FULL = -2  /* there was no room: the y of all tokens of the group are computed anew */
+    NONE = -1, /* value of first[]: no token of the group changed */
+    /* value of first[]: no room, y of the group's tokens are computed again when needed */
+    FULL = -2
 };
 
 /* ---- reductions of a block ------------------------------------------------------------------- */
-/* Every thread gets its exclusive prefix sums, and the totals. */
+/* Replaces each thread's count and sum by their exclusive prefix sums over the block, and returns
+ * the totals. */
 template <class S>
 __device__ __forceinline__ void scan(S &s, int &count, int64_t &sum, int &counts, int64_t &sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -169,7 +176,7 @@ __device__ __forceinline__ void scan(S &s, int &count, int64_t &sum, int &counts
             sum += w;
         }
     }
-    __syncthreads(); /* the last call has read its words */
+    __syncthreads(); /* the previous call's words have been read */
     if (lane == 31) {
         s.narrow[warp] = count;
         s.wide[warp] = sum;
@@ -196,7 +203,7 @@ __device__ __forceinline__ void scan(S &s, int &count, int64_t &sum, int &counts
 
 __device__ __forceinline__ int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The least of `low` and the largest of `high` over a block. */
+/* The smallest `low` and the largest `high` of all threads of a block. */
 template <class S> __device__ __forceinline__ void range(S &s, int64_t &low, int64_t &high) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -228,7 +235,8 @@ template <bool CLUSTER> __device__ __forceinline__ void sync_row() {
         __syncthreads();
 }
 
-/* 16 bytes at `at`, which is in this block's shared memory, of block `rank`. */
+/* Loads 16 bytes from the shared memory of block `rank`. at: the address of the same bytes in this
+ * block. */
 __device__ __forceinline__ uint4 of_peer(const void *at, int rank) {
     return ld_cluster_128(mapa(cvta_to_shared(at), (unsigned)rank));
 }
@@ -237,9 +245,11 @@ __device__ __forceinline__ int64_t word_of(uint32_t low, uint32_t high) {
     return (int64_t)high << 32 | low;
 }
 
-/* Calls f(rank, mail) in every thread for each block of the row, in the order of ranks. `turn`
- * alternates between two places: a block that has passed the barrier of one exchange may write the
- * next while another still reads. */
+/* Sends `own` to all blocks of the row, and calls f(rank, mail) in every thread for each block's
+ * message, in the order of ranks.
+ *
+ * There are two mailboxes, and `turn` alternates between them. A block that has passed the barrier
+ * of one exchange may already write its next message while another block still reads this one. */
 template <bool CLUSTER, class S, class F>
 __device__ __forceinline__ void exchange(S &s, int blocks, int &turn, const Mail &own, F f) {
     if constexpr (!CLUSTER) {
@@ -272,8 +282,9 @@ __device__ __forceinline__ void add(Histogram &h, int bin, uint32_t count, int64
     if (high) atomicAdd(&h.high[bin], high);
 }
 
-/* Adds N tokens of each lane. All lanes of a warp call it. Equal logits would make all lanes wait
- * for one bin. The N sums are on their way together. */
+/* Adds N tokens of each lane to a histogram. All lanes of a warp call it. If all tokens fall into
+ * one bin, as equal logits do, the warp sums them first: 32 atomics on one address would run one
+ * after the other. The N additions overlap. */
 template <bool WEIGHTS, int N>
 __device__ __forceinline__ void add_of_warp(Histogram &h, const bool (&has)[N], const int (&bin)[N],
                                             int64_t (&weight)[N]) {
@@ -310,10 +321,13 @@ __device__ __forceinline__ void add_of_warp(Histogram &h, const bool (&has)[N], 
     }
 }
 
-/* Chooses the last bin whose first token stays: fewer than s.most tokens come before it, with a
- * sum below s.share. The first token of a group stays in any case. s.chosen is the group that the
- * histogram is of. CLUSTER: the histogram is the sum of those of all blocks. Sets bin, before,
- * before_sum and count of s.chosen. */
+/* Chooses the last bin whose first token is kept. A token is kept if fewer than s.most tokens come
+ * before it, with weights that sum to less than s.share. The first token of the range is always
+ * kept.
+ *
+ * On entry s.chosen is the range that the histogram covers. On return bin, before, before_sum and
+ * count of s.chosen describe the chosen bin; low and high are unchanged. s.bin is -1 if the
+ * histogram is empty. CLUSTER: sums the histograms of all blocks first. */
 template <bool CLUSTER, class S>
 __device__ __forceinline__ void choose(S &s, const Histogram &h, int blocks) {
     sync_row<CLUSTER>(); /* the histogram is complete */
