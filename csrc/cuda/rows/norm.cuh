@@ -2,23 +2,28 @@
 /* norm.cuh: RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba, Kiros and Hinton
  * 2016, arXiv:1607.06450) over rows in registers, forward and backward:
  *
- *   h = x + residual, rounded to x's dtype;
+ *   h = x + residual, rounded to x's dtype
  *   xhat = (h - mean) rstd;   out = xhat w + b,   w = weight + weight_offset
  *   dx = rstd (g w - c1 - xhat c2) + grad_sum,
  *        with c1 = mean(g w) for LayerNorm, 0 for RMSNorm,   c2 = mean(g w xhat)
  *   dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
- * RMSNorm has mean = 0. norm_fwd.cu, norm_bwd.cu and norm_sm90a.cu instantiate these kernels for
- * one block or one cluster per row; norm_looped.cu has kernels of its own for other rows.
+ * RMSNorm has mean = 0. norm_fwd.cu, norm_bwd.cu and norm_sm90a.cu instantiate these kernels, with
+ * one block or one cluster per row. norm_looped.cu has its own kernels, for rows that these refuse.
  *
- * Forward: a group of threads (row_block.cuh) per row. It reads x and residual once and writes out
- * and sum (the h above) once. Plain rows, the most frequent, have a kernel with fewer registers.
+ * Forward: a group of threads (row_block.cuh) owns a row. It reads x and residual once, and writes
+ * out and sum (the h above) once. Plain rows, the most frequent case, have a kernel that takes
+ * fewer registers.
  *
- * Backward: blocks are persistent and take every grid-th row. The next row's g and h are copied to
- * shared memory while a row is processed. g, h and grad_sum are read once and dx is written once.
- * Each thread keeps dweight and dbias of its columns in registers over all its rows. The blocks'
- * partial sums go to workspace [blocks, 2, N], and norm_sums.cu adds them in order. Without
- * atomics, results have the same bits each time. */
+ * Backward: blocks are persistent, and each processes every grid-th row. While a block processes a
+ * row, it copies g and h of its next row to shared memory. g, h and grad_sum are read once, and dx
+ * is written once. Each thread keeps dweight and dbias of its columns in registers over all its
+ * rows. At the end every block writes its partial sums to the workspace [blocks, 2, N], and
+ * norm_sums.cu adds them in order. There are no atomics, so results have the same bits each time.
+ *
+ * Refused: rows that are not whole 16-byte vectors at multiples of 16 bytes, float64, weights and
+ * biases that cannot be loaded as 16-byte vectors, and rows longer than the registers of the group.
+ */
 #ifndef GPUKERN_CUDA_ROWS_NORM_CUH
 #define GPUKERN_CUDA_ROWS_NORM_CUH
 
@@ -70,7 +75,7 @@ template <class T> struct NormVec {
     }
 };
 
-/* 1 / sqrtf, because rsqrtf may be off by 2 ulp */
+/* 1 / sqrtf instead of rsqrtf, which may be off by 2 ulp */
 __device__ __forceinline__ float norm_rstd(float x) { return 1 / sqrtf(x); }
 __device__ __forceinline__ double norm_rstd(double x) { return 1 / sqrt(x); }
 
@@ -110,12 +115,13 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     norm_fwd_kernel(NormParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
-    /* Loads under way together. A small M waits for latencies, a large one needs the registers. */
+    /* Vectors whose loads a thread has in flight at the same time. With a small M, latency bounds
+     * the kernel. With a large M, the registers are needed for more blocks. */
     constexpr int AT_ONCE = Begins::overlaps && ITEMS <= 2 ? ITEMS : 1;
     __shared__ typename Group::Shared shared;
     Group group(shared);
     if (Begins::overlaps && p.weight && threadIdx.x % 8 == 0) {
-        /* The weight's latency would otherwise follow the reduction. */
+        /* Prefetch the weight now. Its latency would otherwise follow that of the reduction. */
         const int bytes = p.weight_wide ? 4 : (int)sizeof(T);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
@@ -186,13 +192,15 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
 }
 
 /* ---- 2. forward of plain rows ---------------------------------------------------------------- */
-/* Plain rows: 16 bits, x and out flat (row_in), no residual, and weight and bias of x's dtype.
- * Their threads need so few registers that an SM has three or four rows in flight, or six blocks of
- * clusters (measured: rms_norm 4096 x 8192 took 37.8 us instead of 51.4, H200). */
+/* A call has plain rows if its tensors have 16 bits, the rows of x and of out have a single stride
+ * (row_in), there is no residual, and weight and bias have x's dtype. The kernel needs so few
+ * registers that an SM has three or four rows in flight, or six blocks of clusters (measured:
+ * rms_norm 4096 x 8192 took 37.8 us instead of 51.4, H200). */
 template <class T, int LANES, int ITEMS, int CLUSTER>
 constexpr bool NORM_PLAIN =
     sizeof(T) == 2 && LANES >= 128 && ITEMS <= 4 && (CLUSTER == 1 ? LANES <= 512 : LANES == 256);
-/* 32 registers a thread, or 40 beside the 16 that 4 vectors take. */
+/* Threads on an SM, for __launch_bounds__. With up to 2 vectors a thread has 32 registers. With 4
+ * vectors, which take 16 registers, it has 40. */
 constexpr int norm_plain_threads(int items) { return items <= 2 ? ROW_SM_THREADS : 1536; }
 
 struct NormPlainParams {
@@ -207,9 +215,11 @@ __device__ __forceinline__ uint32_t norm_word(const uint4 &x, int k) {
     return k == 0 ? x.x : k == 1 ? x.y : k == 2 ? x.z : x.w;
 }
 
-/* A value near the row's mean: the mean of its first 32 values, of which each of four lanes loads
- * eight. In a cluster, LayerNorm sums h - pivot and (h - pivot)^2, which gives mean and variance
- * after one exchange (measured: 1024 x 65536 takes 76.3 us instead of 80.8, H200). In one block two
+/* Returns the pivot, a value near the row's mean: the mean of the row's first 32 values. Four lanes
+ * load eight values each.
+ *
+ * In a cluster, LayerNorm sums h - pivot and (h - pivot)^2. This gives mean and variance after one
+ * exchange (measured: 1024 x 65536 takes 76.3 us instead of 80.8, H200). In one block two
  * reductions are as fast (8192 x 4096: 34.8 us instead of 35.7). NormRing::pivot says why a pivot
  * loses no digits of a 16-bit result. */
 template <class T> __device__ __forceinline__ float norm_pivot(const uint4 &first) {
@@ -224,8 +234,8 @@ template <class T> __device__ __forceinline__ float norm_pivot(const uint4 &firs
     return sum * (1.f / 32);
 }
 
-/* Values stay in words of two. As single 16-bit values the compiler keeps each in a register of its
- * own, which spills. */
+/* Values stay in 32-bit words of two. If they were separate 16-bit values, the compiler would keep
+ * each in its own register, and spill. */
 template <class T, int LANES, int ITEMS, int CLUSTER, bool LAYER, class Begins>
 __global__ void __launch_bounds__(LANES, norm_plain_threads(ITEMS) / LANES)
     norm_plain_kernel(NormPlainParams p) {
@@ -237,7 +247,8 @@ __global__ void __launch_bounds__(LANES, norm_plain_threads(ITEMS) / LANES)
     const int n = p.n;
     const T *x = (const T *)p.x + blockIdx.x / CLUSTER * p.x_stride;
     uint4 h[ITEMS], first;
-    /* It is read before any result is stored, because the reduction waits for it: out may be x. */
+    /* Load the pivot's values before any result is stored, because out may be x. The reduction
+     * below orders the loads before all stores. */
     if constexpr (PIVOT)
         first = *(const uint4 *)(x + min((int)threadIdx.x % 4 * Group::VEC, n - Group::VEC));
 #pragma unroll
@@ -261,11 +272,12 @@ __global__ void __launch_bounds__(LANES, norm_plain_threads(ITEMS) / LANES)
             }
         group.sum(sum);
         about = sum[0] * each;
-        /* The quotient, rounded once, so that the mean of equal values has their bits. A division
-         * calls a function, for which there are no registers. */
+        /* Correct the product to the rounded quotient sum / n, so that the mean of equal values is
+         * exactly that value. A division would call a function, for which there are no registers.
+         */
         about = fmaf(fmaf(-about, (float)n, sum[0]), each, about);
     }
-    float s[PIVOT ? 2 : 1] = {}; /* of squares, of values */
+    float s[PIVOT ? 2 : 1] = {}; /* sum of squares; with a pivot also sum of differences */
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (group.column(i) < n)
@@ -317,9 +329,10 @@ __global__ void __launch_bounds__(LANES, norm_plain_threads(ITEMS) / LANES)
 }
 
 /* ---- 3. backward ----------------------------------------------------------------------------- */
-/* Two stages in shared memory. While the block processes a row, each thread copies its own vectors
- * of the next row's g and h into the other stage. Only the same thread reads them, so no barrier is
- * needed. g and h take no registers beside the thread's sums.
+/* The ring of backward: two stages in shared memory. While the block processes a row, each thread
+ * copies its own vectors of the next row's g and h into the other stage. A thread reads only what
+ * it copied itself, so no barrier is needed. g and h then occupy no registers, which the sums of
+ * dweight and dbias need.
  *
  * A stage: [g items][h items][pivot vector, 16-bit types only], each of THREADS x 16 bytes. */
 template <class Group> struct NormRing {
@@ -334,8 +347,9 @@ template <class Group> struct NormRing {
     __device__ __forceinline__ smem_addr at(int stage, int which, int i) const {
         return mine + stage * STAGE_BYTES + (which * Group::ITEMS + i) * Group::THREADS * 16;
     }
-    /* Starts the copies of a row's g and h; zeros beyond its end, and only zeros if row >= p.rows.
-     * For 16-bit LayerNorm also one of the row's first four vectors, for pivot(). */
+    /* Starts the copies of a row's g and h into a stage. Columns beyond the row's end become zeros,
+     * and all of them if row >= p.rows. For 16-bit types each thread also copies one of the row's
+     * first four vectors, for pivot(). */
     __device__ __forceinline__ void fetch(const Group &group, const NormBwdParams &p, uint32_t row,
                                           int stage) const {
         typedef typename Group::Element T;
@@ -355,11 +369,13 @@ template <class Group> struct NormRing {
         }
         cp_async_commit_group();
     }
-    /* A value near the row's mean: the mean of its first 32 values, of which each of four lanes has
-     * eight. LayerNorm sums h - pivot and (h - pivot)^2, which gives mean and variance in one pass.
-     * The pivot is at most sqrt(n / 32) standard deviations from the mean, whatever the values are.
-     * So the variance loses at most a factor n / 32 of float32's precision, which is less than the
-     * rounding of a 16-bit result. All threads of a row get the same bits. */
+    /* Returns the pivot, a value near the row's mean: the mean of the row's first 32 values, of
+     * which each of four lanes has eight. All threads of a row get the same bits.
+     *
+     * LayerNorm sums h - pivot and (h - pivot)^2, which gives mean and variance in one pass. For
+     * any values, the pivot is at most sqrt(n / 32) standard deviations from the mean. So the
+     * variance loses at most a factor n / 32 of float32's precision, which is less than the
+     * rounding of a 16-bit result. */
     __device__ __forceinline__ float pivot(int stage) const {
         const Vec x = get(stage, 2, 0);
         float sum = 0;
@@ -402,7 +418,8 @@ __device__ __forceinline__ void norm_store_sums(const Group &group, const NormBw
                         partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
         }
     } else {
-        /* several groups have the same columns: their sums are added in shared memory, in order */
+        /* Several groups of the block own the same columns. Add their sums in shared memory, in
+         * order. */
         constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
         __shared__ W all[SUMS][COLUMNS];
         for (int r = 0; r < Group::ROWS; ++r) {
@@ -447,7 +464,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
         const bool is_row = row < rows;
         ring.fetch(group, p, row + step, stage ^ 1);
         cp_async_wait_group<1>();
-        /* Calls add(v, h, g w) for each column of vector i. */
+        /* Calls add(v, h, g w) for each value v of vector i. */
         auto each = [&](int i, auto add) {
             const auto g = ring.get(stage, 0, i), h = ring.get(stage, 1, i);
             W gw[VEC];
@@ -595,14 +612,14 @@ inline bool norm_fwd_plan(const gk_cuda_instance *instance, const gk_context *, 
     return true;
 }
 
-/* True if norm_plain_kernel serves the call, as far as NORM_PLAIN does not say. */
+/* True if the call has plain rows, apart from the compile-time condition NORM_PLAIN. */
 inline bool norm_is_plain(const NormParams &p) {
     return p.n > 0 && p.x.ndim == 1 && p.out.ndim == 1 && !p.residual.data && !p.weight_wide &&
            !p.bias_wide;
 }
 
-/* At a small M, as in decoding, rows wait for latencies: norm_fwd_kernel loads the weight before
- * the reduction. */
+/* Below this M, as in decoding, latency bounds the kernel. norm_fwd_kernel then prefetches the
+ * weight before the reduction. */
 constexpr int NORM_SMALL_M = 512;
 
 template <class T, int LANES, int ITEMS, int CLUSTER, bool LAYER, class Begins>

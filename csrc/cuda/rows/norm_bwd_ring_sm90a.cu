@@ -1,26 +1,29 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_bwd_ring_sm90a: RMSNorm and LayerNorm backward of 16-bit rows; norm.cuh has the equations.
- * Serves gk_norm_bwd in bfloat16 and float16 for rows of 520 to 131072 columns.
+/* norm_bwd_ring_sm90a: RMSNorm and LayerNorm backward of 16-bit rows on Hopper. norm.cuh has the
+ * equations. Serves gk_norm_bwd in bfloat16 and float16 for rows of 520 to 131072 columns.
  *
- * An SM has one block of GROUPS groups of LANES threads. Each group has a row of its own, or with
- * CLUSTER > 1 each block of a cluster has a part of one row. Groups are persistent: group j of
- * cluster c takes rows j C + c, (j + GROUPS) C + c, .. of C clusters. g and h of the coming rows
- * are copied ahead of use by bulk copies into a ring in shared memory, STAGES rows of a group.
+ * Work split. An SM has one block of GROUPS groups of LANES threads. With CLUSTER = 1 each group
+ * owns a row. With CLUSTER > 1 each block of the cluster owns a part of one row. Groups are
+ * persistent. If there are C clusters, group j of cluster c processes rows j C + c, (j + GROUPS) C
+ * + c, and so on. Bulk copies bring g and h of the coming rows into a ring in shared memory, STAGES
+ * rows for each group.
  *
- * Each row is read twice from the ring: for its statistics, and one row later for dx and the sums
- * of dweight and dbias. So the statistics are exchanged while the row before is processed:
+ * Each row is read twice from the ring: once for its statistics, and one step later for dx and the
+ * sums of dweight and dbias. So the exchange of a row's statistics overlaps the work on the
+ * previous row:
  *
  *   copies         row 3         |               row 4         |
  *   all threads    statistics 1 -> send, dx 0 | barrier, receive | statistics 2 -> send, dx 1 | ..
  *
- * A thread keeps the sums of its columns in registers over all rows. The sums of a block's groups
- * are added in order through the ring's memory at the end and stored as part c of the workspace
- * [C, 2, N]. norm_sums.cu adds the parts in order. Results have the same bits each time.
+ * A thread keeps the sums of its columns in registers over all its rows. At the end the sums of a
+ * block's groups are added in order, through the memory of the ring, and stored as part c of the
+ * workspace [C, 2, N]. norm_sums.cu adds the parts in order, so results have the same bits each
+ * time.
  *
- * Refused (norm_bwd.cu, norm_sm90a.cu and norm_looped.cu serve them): float32 and float64 tensors,
- * dbias of RMSNorm, rows that are not whole 16-byte vectors at multiples of 16 bytes, and from 8193
- * columns on a float32 weight, for which no registers are left. Bound by reading g and h and
- * writing dx. */
+ * Refused (norm_bwd.cu, norm_sm90a.cu and norm_looped.cu serve them): float32 and float64 tensors;
+ * dbias of RMSNorm; rows that are not whole 16-byte vectors at multiples of 16 bytes; a float32
+ * weight from 8193 columns on, for which no registers are left. The kernel is bound by reading g
+ * and h and writing dx. */
 #include "../ptx/bar.cuh"
 #include "../ptx/opaque.cuh"
 #include "../ptx/regs.cuh"
@@ -31,12 +34,13 @@ namespace {
 
 /* Bytes of the rings. The other shared memory of a block takes at most 5 KB. */
 constexpr int RING = 208 * 1024;
-constexpr int MOST_STAGES = 8, HEAD = 64; /* bytes of a row's first 32 values */
+/* HEAD: bytes of a row's first 32 values, for the pivot */
+constexpr int MOST_STAGES = 8, HEAD = 64;
 constexpr int VEC = 8;
 
 struct RingParams {
     NormBwdParams p;
-    int part; /* columns of a block */
+    int part; /* columns of a row that one block owns */
     float inverse_n;
 };
 
@@ -45,9 +49,10 @@ template <int LANES_, int ITEMS_, int GROUPS_, int CLUSTER_, bool LAYER_> struct
     static constexpr bool LAYER = LAYER_;
     static constexpr int THREADS = LANES * GROUPS, WARPS = LANES / 32, PLACES = WARPS * CLUSTER;
     static constexpr int STATS = LAYER ? 4 : 2;
-    /* floats between two warps' statistics: st.async sends 16 bytes */
+    /* distance in floats from one warp's statistics to the next; st.async always sends 16 bytes */
     static constexpr int PITCH = CLUSTER > 1 ? 4 : STATS;
-    /* A stage: [g][h][the row's first 32 values: a block of a cluster may not have them] */
+    /* A stage is [g][h][the row's first 32 values]. The third part is a copy of its own, because a
+     * block of a cluster may not own the start of the row. */
     static constexpr int OPERAND = LANES * ITEMS * 16;
     static constexpr bool SENDS_HEAD = LAYER && CLUSTER > 1;
     static constexpr int STAGE = 2 * OPERAND + (SENDS_HEAD ? HEAD : 0);
@@ -55,12 +60,12 @@ template <int LANES_, int ITEMS_, int GROUPS_, int CLUSTER_, bool LAYER_> struct
     static constexpr int STAGES = FIT < MOST_STAGES ? FIT : MOST_STAGES;
     static constexpr int BYTES = GROUPS * STAGES * STAGE;
     static_assert(STAGES >= 3, "one row for dx, one for its statistics, one on its way");
-    /* With few columns a thread holds their weights as floats. */
+    /* with up to 2 vectors a thread keeps its weights as floats, otherwise packed */
     static constexpr bool WIDE_WEIGHTS = ITEMS <= 2;
 
     struct Shared {
         float place[2][PLACES * PITCH]; /* the warps' statistics, in two alternating sets */
-        float about[2];                 /* the pivots of these rows */
+        float about[2];                 /* the pivots of the rows of the two sets */
         uint64_t full[STAGES], met[2];  /* mbarriers: a row arrived, a set arrived */
     };
 };
@@ -95,18 +100,20 @@ template <class S, class T> struct Weights<S, T, false> {
         v[i][3] = w.w;
     }
     __device__ __forceinline__ float2 two(int i, int k) {
-        opaque(v[i][k]); /* or the compiler would unpack once, for all rows */
+        /* hides the value, so that the compiler unpacks it for each row instead of keeping floats
+         */
+        opaque(v[i][k]);
         const float2 w = unpack2<T>(v[i][k]);
         return make_float2(w.x + offset, w.y + offset);
     }
 };
 
-/* What dx needs of a row. y = rstd g w + slope xhat + base. */
+/* The four numbers from which dx of a row is computed: y = rstd g w + slope xhat + base. */
 struct RowStats {
     float mean, rstd, slope, base;
 };
 
-/* One group of threads, and its ring. */
+/* One group of threads, with its ring and its statistics. */
 template <class S, class T> struct RingGroup {
     const RingParams &params;
     typename S::Shared &shared;
@@ -128,17 +135,18 @@ template <class S, class T> struct RingGroup {
     }
     __device__ __forceinline__ smem_addr ring() const { return mine - lane() * 16; }
     __device__ __forceinline__ int lane() const { return threadIdx.x % S::LANES; }
-    /* This group in its block, and this block in its cluster. */
+    /* The group's index in its block, and the block's rank in its cluster. */
     __device__ __forceinline__ int number() const {
         return S::GROUPS == 1 ? 0 : threadIdx.x / S::LANES;
     }
     __device__ __forceinline__ int rank() const { return S::CLUSTER > 1 ? cluster_ctarank() : 0; }
-    /* The first column of this block, and its vectors in a row. */
+    /* The first column of this block's part, and its number of vectors. */
     __device__ __forceinline__ int begin() const { return rank() * params.part; }
     __device__ __forceinline__ int vectors() const {
         return min((int)params.p.n - begin(), params.part) / VEC;
     }
-    /* The group's rows. All these are computed where they are used: registers are scarce. */
+    /* The first row of the group and the step to its next one. They are computed where they are
+     * used, because registers are scarce. */
     __device__ __forceinline__ uint32_t first() const {
         return number() * (gridDim.x / S::CLUSTER) + blockIdx.x / S::CLUSTER;
     }
@@ -172,7 +180,8 @@ template <class S, class T> struct RingGroup {
     }
     __device__ __forceinline__ bool in(int i) const { return i * S::LANES < left; }
 
-    /* As NormRing::pivot: the mean of the row's first 32 values, in all threads of the row. */
+    /* The pivot of NormRing::pivot: the mean of the row's first 32 values, the same in all threads
+     * of the row. */
     __device__ __forceinline__ float pivot(int stage) const {
         const uint2 x = ld_shared_64(ring() + stage * S::STAGE +
                                      (S::SENDS_HEAD ? 2 : 1) * S::OPERAND + lane() % 8 * 8);
@@ -183,8 +192,8 @@ template <class S, class T> struct RingGroup {
         return sum / 32;
     }
 
-    /* Reduces a warp's statistics and writes or sends them to set `set`. The lanes divide the
-     * statistics among themselves while they reduce, which halves the shuffles. */
+    /* Reduces the statistics over a warp, and writes or sends them to set `set`. In each step of
+     * the reduction the lanes divide the statistics among themselves, which halves the shuffles. */
     __device__ __forceinline__ void send(float (&s)[4], int set) const {
         constexpr int N = S::STATS;
         const int my = threadIdx.x % 32;
@@ -206,7 +215,7 @@ template <class S, class T> struct RingGroup {
         }
 #pragma unroll
         for (int bit = 16 / N; bit >= 1; bit /= 2) x += __shfl_xor_sync(0xffffffffu, x, bit);
-        constexpr int APART = 32 / N; /* lane k APART has statistic k */
+        constexpr int APART = 32 / N; /* afterwards lane k x APART holds statistic k */
         if constexpr (S::CLUSTER == 1) {
             if (my % APART == 0) shared.place[set][lane() / 32 * N + my / APART] = x;
         } else {
@@ -272,8 +281,8 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
         weights.load(p, i, group.begin() + (group.in(i) ? i * S::LANES + group.lane() : 0) * VEC);
     float dweight[ITEMS * VEC] = {}, dbias[S::LAYER ? ITEMS * VEC : 1] = {};
 
-    /* Computes a warp's statistics of the row in `stage` and sends them. LayerNorm's are those of
-     * h - pivot. */
+    /* Computes the statistics of the row in `stage` over a warp's columns, and sends them.
+     * LayerNorm's statistics are those of h - pivot. */
     const auto statistics = [&](int stage, int set) {
         float s[4] = {0, 0, 0, 0};
         const float about = S::LAYER ? group.pivot(stage) : 0;
@@ -301,7 +310,8 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
         group.send(s, set);
         if (S::LAYER && group.lane() == 0) group.shared.about[set] = about;
     };
-    /* Receives a row's statistics, after a barrier of the group. */
+    /* Receives a row's statistics and turns them into RowStats. The group has passed a barrier
+     * before. */
     const auto finish = [&](int set, unsigned parity) {
         float s[4];
         group.receive(s, set, parity);
@@ -371,10 +381,12 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
                 }
                 y4[k] = pack2<T>(y[0], y[1]);
             }
-            /* The compiler would store some vectors as words, to need fewer registers. */
+            /* One 16-byte store. To save registers, the compiler would split some of them into
+             * words. */
             st_global_128(dx + at, make_uint4(y4[0], y4[1], y4[2], y4[3]));
         }
-        /* All threads have read the stage, and of one block all statistics are there. */
+        /* All threads of the group have read the stage. If a block owns the row, all statistics of
+         * the next row are written, too. */
         group.sync();
         if (group.lane() == (int)(it % S::WARPS) * 32 && rows - row > S::STAGES * group.step())
             group.fetch(row + S::STAGES * group.step(), stage);
@@ -384,7 +396,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) norm_bwd_ring_kernel(RingParams
     }
     if (!p.sums) return;
 
-    /* The groups' sums, added in order. The last group stores them. */
+    /* Add the sums of the groups in order. The last group stores the result. */
     float *partial = (float *)p.sums + (int64_t)(blockIdx.x / S::CLUSTER) * 2 * p.n + group.begin();
     float *all = (float *)norm_rings; /* [2][columns of the block] */
     constexpr int COLUMNS = S::LANES * ITEMS * VEC;
@@ -462,7 +474,8 @@ bool ring_plan(const gk_cuda_instance *instance, const gk_context *ctx, const vo
     return true;
 }
 
-/* The key is a RowKey. A block has as many rows at a time as groups. */
+/* The key is a RowKey. Its ROWS is the number of groups, because a block processes one row for
+ * each. */
 #define RING_SHAPE(T, DTYPE, NAME, LANES, ITEMS, GROUPS, CLUSTER, LEAST)         \
     {"norm_bwd_ring_sm90a_" NAME "_" #LANES "x" #ITEMS "x" #GROUPS "x" #CLUSTER, \
      DTYPE,                                                                      \
@@ -470,9 +483,9 @@ bool ring_plan(const gk_cuda_instance *instance, const gk_context *ctx, const vo
      ring_run<T, LANES, ITEMS, GROUPS, CLUSTER>,                                 \
      {LANES * ITEMS * VEC * CLUSTER, GROUPS, CLUSTER, LEAST},                    \
      NULL},
-/* Groups of 4 vectors a thread are faster than groups of twice the threads (layer_norm of 8192 x
- * 4096 65.7 us instead of 68.4, of 4096 x 8192 65.3 instead of 72.5, H200), but refuse float32
- * weights. */
+/* Groups with 4 vectors a thread are faster than groups of twice the threads with 2 vectors
+ * (layer_norm 8192 x 4096: 65.7 us instead of 68.4; 4096 x 8192: 65.3 instead of 72.5, H200). But
+ * they refuse float32 weights. */
 #ifndef RING_SHAPES
 #define RING_SHAPES(T, DTYPE, NAME)                 \
     RING_SHAPE(T, DTYPE, NAME, 64, 2, 8, 1, 512)    \
@@ -490,8 +503,8 @@ bool ring_plan(const gk_cuda_instance *instance, const gk_context *ctx, const vo
 const gk_cuda_instance instances[] = {RING_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
                                           RING_SHAPES(__half, GK_F16, "f16")};
 
-/* The first instance that serves the call, if each group has at least two rows. With fewer, nothing
- * overlaps, and norm_bwd.cu starts faster. */
+/* Chooses the first instance that serves the call, if each group has at least two rows. With one
+ * row there is nothing to overlap, and norm_bwd.cu starts faster. */
 bool ring_choose(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
     for (const gk_cuda_instance &i : instances)

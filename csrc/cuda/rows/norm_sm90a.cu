@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sm90a: RMSNorm and LayerNorm of long rows; norm.cuh has equations and kernels. 2, 4 or 8
- * blocks of a cluster share a row and send each other their sums. Serves gk_norm_fwd and
- * gk_norm_bwd in float32, bfloat16 and float16, for rows longer than 512 threads of 4 vectors hold
- * (16384 16-bit values): forward up to 262144 16-bit values, backward up to 131072. Backward's
- * workspace is [clusters, 2, N] float32.
+/* norm_sm90a: RMSNorm and LayerNorm on Hopper. norm.cuh has equations and kernels. There are two
+ * kinds of instances.
  *
- * Also gk_norm_fwd of 16-bit rows of 1025 to 16384 values, one block a row as in norm_fwd.cu, whose
- * launch overlaps its neighbours': of small M, as in decoding, and of plain rows (norm.cuh). */
+ * Long rows: 2, 4 or 8 blocks of a cluster share a row and send each other their sums. They serve
+ * gk_norm_fwd and gk_norm_bwd in float32, bfloat16 and float16, for rows longer than 512 threads of
+ * 4 vectors hold (16384 16-bit values): forward up to 262144 16-bit values, backward up to 131072.
+ * Backward's workspace is [clusters, 2, N] float32.
+ *
+ * Overlapped launches: gk_norm_fwd of 16-bit rows of 1025 to 16384 values, one block a row as in
+ * norm_fwd.cu. The launch overlaps the previous and the next kernel. They serve a small M, as in
+ * decoding, and plain rows (norm.cuh). */
 #include "../../core/invariant.h"
 #include "../tile/begins_sm90a.cuh"
 #include "norm.cuh"
@@ -20,8 +23,9 @@ namespace {
      norm_fwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
-/* A small M, and plain rows: others need so many registers that a launch is little of the time. Not
- * for batch-invariant calls: plain rows of a small M and of a large one round differently here. */
+/* Plans the overlapped instances: for a small M and for plain rows. Other rows need so many
+ * registers that the launch is a small part of the time. Batch-invariant calls are refused, because
+ * plain rows of a small and of a large M round differently here. */
 bool overlapped_plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                      gk_plan *plan) {
     const gk_norm_args *a = (const gk_norm_args *)args;
@@ -48,8 +52,8 @@ bool overlapped_plan(const gk_cuda_instance *instance, const gk_context *ctx, co
      norm_bwd_run<T, 512, ITEMS, CLUSTER>,               \
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
-/* Rows of 16 bits up to 65536 values: four blocks of 256 threads on an SM instead of two of 512,
- * six if the rows are plain, so that the others can load or store while one waits for sums. */
+/* 16-bit rows of up to 65536 values. An SM holds four blocks of 256 threads instead of two of 512,
+ * and six if the rows are plain. While one block waits for sums, the others load or store. */
 #define FWD_HALF(T, DTYPE, NAME, CLUSTER)       \
     {"norm_fwd_sm90a_" NAME "_256x4x" #CLUSTER, \
      DTYPE,                                     \

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sums: the last step of a norm's backward. It adds partial sums [parts, 2, N] in workspace to
- * dweight [N] and dbias [N]. A block has 32 columns, or 128 from WIDE columns on. Each of its warps
- * adds a consecutive range of parts, and the warps' sums are added in order. Bound by reading the
- * parts, which the kernel before has just written, so that most are in L2. */
+/* norm_sums: the last step of a norm's backward, called through norm_sums.cuh. It adds partial sums
+ * [parts, 2, N] in workspace to dweight [N] and dbias [N].
+ *
+ * A block owns 32 columns, or 128 from WIDE columns on. Each of its warps adds a consecutive range
+ * of parts, and the warps' sums are added in order. The kernel is bound by reading the parts. The
+ * previous kernel has just written them, so most of them are in L2. */
 #include "norm_sums.cuh"
 
 namespace {
 
-/* Warps per block. Of 300 parts a warp has some 20, whose loads are in flight together. */
+/* Warps per block. If there are 300 parts, a warp adds some 20, whose loads are in flight together.
+ */
 constexpr int RUNS = 16;
 
-/* From here on a lane has 4 columns. With one, 131072 columns made 8192 blocks of 512 threads, each
- * with a few loads, which took 15 waves. */
+/* From this many columns on, a lane owns 4 columns. With one column a lane, 131072 columns made
+ * 8192 blocks of 512 threads with a few loads each, which took 15 waves. */
 constexpr int64_t WIDE = 8192;
 
 struct Params {

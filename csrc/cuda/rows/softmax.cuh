@@ -7,8 +7,8 @@
  *
  * From the row's length on, out and dx are 0.
  *
- * softmax.cu and softmax_sm90a.cu instantiate these kernels for one block or one cluster per row.
- * A group of threads (row_block.cuh) has a row, which it reads once and writes once. */
+ * softmax.cu and softmax_sm90a.cu instantiate these kernels, with one block or one cluster per row.
+ * A group of threads (row_block.cuh) owns a row, reads it once and writes it once. */
 #ifndef GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 #define GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 
@@ -43,7 +43,8 @@ __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t ro
 }
 
 /* ---- 1. forward ------------------------------------------------------------------------------ */
-/* RAGGED: each row has its own length, with which columns are compared. FLAT: see row_in. */
+/* RAGGED: rows have lengths, and every column is compared with its row's length. FLAT: see row_in.
+ */
 template <class T, int LANES, int ITEMS, int CLUSTER, bool RAGGED, bool FLAT>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
                                   FLAT ? ROW_SM_THREADS / LANES
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     const W scale = W(p.scale);
     RowVec<T> x[ITEMS];
     group.load(x, is_row ? row_in<T, FLAT>(p.x, row) : nullptr, length, is_row);
-    /* values of 32 and 64 bits are replaced where they are */
+    /* 32 and 64-bit values are overwritten by their results; 16-bit values need separate floats */
     constexpr bool IN_PLACE = sizeof(T) == sizeof(W);
     W wide[IN_PLACE ? 1 : ITEMS][VEC], peak[1] = {-INFINITY}, sum[1] = {0};
     const auto s = [&](int i, int v) -> W & {
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
             peak[0] = lanes_max2(peak[0], s(i, v));
         }
     group.peak(peak);
-    /* softmax keeps its exponentials, log_softmax its differences */
+    /* softmax keeps exp(s - max) for the result, log_softmax keeps s - max */
     if (p.log) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)

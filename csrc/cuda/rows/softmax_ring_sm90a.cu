@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax_ring_sm90a: softmax and log_softmax of long 16-bit rows through a ring in shared memory;
- * softmax.cuh has the equations. Serves gk_softmax_fwd and gk_softmax_bwd in bfloat16 and float16.
+/* softmax_ring_sm90a: softmax and log_softmax of long 16-bit rows on Hopper, through a ring in
+ * shared memory. softmax.cuh has the equations. Serves gk_softmax_fwd and gk_softmax_bwd in
+ * bfloat16 and float16.
  *
- * A cluster of 1, 2, 4 or 8 blocks shares a row; each block owns a contiguous part of its columns.
- * Clusters are persistent and take every grid-th row. Bulk copies bring the coming rows into a ring
- * of `stages` parts (backward: of g and out) ahead of use.
+ * Work split. A cluster of 1, 2, 4 or 8 blocks shares a row. Each block owns a contiguous part of
+ * its columns. Clusters are persistent, and each processes every grid-th row. Bulk copies bring the
+ * parts of coming rows into a ring of `stages` parts. In backward each part has g and out.
  *
- * Each part is read twice from the ring: for its statistics, and one row later for the result. So
- * the statistics are exchanged while the row before is written:
+ * Each part is read twice from the ring: once for its statistics, and one step later for the
+ * result. So the exchange of a row's statistics overlaps the work on the previous row:
  *
  *   thread 0      copy row 3              |                         copy row 4 |
  *   all threads   statistics 1, result 0  | exchange | statistics 2, result 1  | exchange | ..
  *
- * Forward's statistics are a maximum and a sum of exponentials about it, which a thread rescales
- * when its maximum grows (Milakov and Gimelshein 2018, arXiv:1805.02867).
+ * The statistics of forward are a running maximum and the sum of exponentials relative to it. A
+ * thread rescales the sum when its maximum grows (Milakov and Gimelshein 2018, arXiv:1805.02867).
  *
- * Refused (softmax.cu, softmax_sm90a.cu and softmax_looped.cu serve them): lengths, float32 and
- * float64, rows that do not consist of whole 16-byte vectors at multiples of 16 bytes. No
- * workspace. Bound by reading each operand once and writing the result. */
+ * Refused (softmax.cu, softmax_sm90a.cu and softmax_looped.cu serve them): calls with lengths,
+ * float32 and float64, rows that are not whole 16-byte vectors at multiples of 16 bytes. No
+ * workspace. The kernel is bound by reading each operand once and writing the result. */
 #include "../../core/invariant.h"
 #include "../ptx/tma.cuh"
 #include "clusters.cuh"
@@ -26,7 +27,7 @@
 namespace {
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, VEC = 8;
-/* The rings of an SM's blocks; their other shared memory takes at most 3 KB each. */
+/* Bytes of all rings on an SM. The other shared memory of each block takes at most 3 KB. */
 constexpr int RING_OF_SM = 208 * 1024;
 constexpr int MOST_STAGES = 8, LEAST_STAGES = 3;
 constexpr float LOG2_E = 1.44269504f;
@@ -184,7 +185,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_ring_kernel(RingParam
         bulk_load(to, row_at<T>(p.x, row) + begin, vectors * 16, full);
         if (BACKWARD) bulk_load(to + operand, row_at<T>(p.y, row) + begin, vectors * 16, full);
     };
-    /* Waits for a row's part, and sends its warps' statistics to set `set` of all blocks. */
+    /* Waits for the part of a row, computes its statistics, and sends them from each warp to set
+     * `set` of all blocks. */
     const auto statistics = [&](int stage, unsigned parity, int set) {
         while (!mbarrier_try_wait_parity(cvta_to_shared(&shared.full[stage]), parity)) {
         }
@@ -252,7 +254,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) softmax_ring_kernel(RingParam
     }
 }
 
-/* Columns per block, and the parts that its ring holds. */
+/* Columns per block, a multiple of VEC, and the number of parts that its ring holds. */
 int part_of(int64_t n, int cluster) { return (int)gk_ceil_div(n, VEC * cluster) * VEC; }
 int stages_of(int64_t part, int blocks, int operands) {
     return (int)gk_min_i64(MOST_STAGES, RING_OF_SM / blocks / (2 * part * operands));
@@ -291,8 +293,8 @@ gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void
 struct RingKey {
     enum {
         CLUSTER, /* blocks of a cluster */
-        BLOCKS,  /* of an SM */
-        LEAST    /* the fewest columns */
+        BLOCKS,  /* blocks on an SM */
+        LEAST    /* the fewest columns of a row that the instance serves */
     };
 };
 
@@ -325,10 +327,10 @@ bool ring_bwd_plan(const gk_cuda_instance *instance, const gk_context *ctx, cons
      PASS##_run<T, CLUSTER, BLOCKS>,                                    \
      {CLUSTER, BLOCKS, LEAST},                                          \
      NULL},
-/* In order of preference. Two blocks an SM overlap better, a small cluster exchanges faster: of
- * 1024 x 65536 forward 2 x 1 takes 75.8 us and 4 x 2 81.3; of 4096 x 16384 1 x 2 takes 75.2 and
- * 1 x 1 77.9 (H200). Forward of shorter rows is faster in registers (8192 x 4096: 56.8 us instead
- * of 58.7). */
+/* In order of preference. Two blocks on an SM overlap better, and a small cluster exchanges faster.
+ * Measured on an H200 (cluster size x blocks on an SM): forward of 1024 x 65536 takes 75.8 us with
+ * 2 x 1 and 81.3 with 4 x 2; forward of 4096 x 16384 takes 75.2 us with 1 x 2 and 77.9 with 1 x 1.
+ * Forward of shorter rows is faster in registers (8192 x 4096: 56.8 us instead of 58.7). */
 #ifndef FWD_RINGS
 #define FWD_RINGS(T, DTYPE, NAME)          \
     RING(fwd, T, DTYPE, NAME, 1, 2, 8192)  \
@@ -347,9 +349,9 @@ const gk_cuda_instance fwd[] = {FWD_RINGS(__nv_bfloat16, GK_BF16, "bf16")
 const gk_cuda_instance bwd[] = {BWD_RINGS(__nv_bfloat16, GK_BF16, "bf16")
                                     BWD_RINGS(__half, GK_F16, "f16")};
 
-/* The first instance that serves the call, if each block has at least two rows, or if a row's bits
- * must not depend on their number. With fewer, nothing overlaps, and the kernels in registers start
- * faster. */
+/* Chooses the first instance that serves the call, if each block has at least two rows. With one
+ * row there is nothing to overlap, and the kernels in registers start faster. A batch-invariant
+ * call takes it for any number of rows, because a row's bits must not depend on that number. */
 template <int COUNT>
 bool choose(const gk_cuda_instance (&instances)[COUNT], gk_dtype dtype, const gk_context *ctx,
             const void *args, gk_plan *plan) {
