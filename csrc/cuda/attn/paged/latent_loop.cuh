@@ -1,32 +1,35 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* latent_loop.cuh: the loop of paged_latent_sm90a over the chunks of keys. It has the loads of a
- * block's producer warp and the products of its two warpgroups.
+/* latent_loop.cuh: the main loop of paged_latent_sm90a over chunks of keys: the loads of the
+ * producer warp, and the products of the two warpgroups of a block.
  *
- * Shared memory holds 64 rows of Q and two chunks of 64 keys, each [64][576] as nine panels of 64
- * columns. Chunks are taken in pairs. Each warpgroup computes the scores of one chunk of the pair,
- * and half of the columns of O for both chunks:
+ * Shared memory holds 64 rows of Q and two chunks of 64 keys. Each is [64][576], stored as nine
+ * panels of 64 columns. The chunks of a tile are processed in pairs. Warpgroup w computes the
+ * scores of chunk w of the pair, and columns 256 w .. 256 w + 255 of O for both chunks. x = 1 - w
+ * is the other chunk:
  *
- *   warpgroup w     S_w = Q K_w^T and P_w, of chunk w of the pair
- *                   O[256 w ..] += P_w V_w     P_w from its own registers
- *                   O[256 w ..] += P_x V_x     the other warpgroup's P from shared memory
+ *   S_w = Q K_w^T, P_w = softmax weights of S_w
+ *   O[256 w ..] += P_w V_w     P_w is in the warpgroup's own registers
+ *   O[256 w ..] += P_x V_x     P_x comes from the other warpgroup through shared memory
  *
  * V is columns 0 .. 511 of the chunk itself, read MN-major. P_w overwrites the chunk's rotary
- * columns (512 .. 575), which are exactly as large.
+ * columns (512 .. 575), which have exactly its size.
  *
- * Softmax: both warpgroups must scale O by the same factors, so they agree on a reference m for
- * each row. m moves only when a score exceeds it by SOFTMAX_SLACK_LOG2 in log2 units. The warp then
- * sets a flag beside P and stores the new references of its rows. The warpgroup that reads P scales
- * O, its sum and P to the larger of both references.
+ * Softmax. Both warpgroups must scale O by the same factors, so they agree on a reference m for
+ * each row. m changes only when a score exceeds it by SOFTMAX_SLACK_LOG2 in log2 units. The warp
+ * that finds such a score sets a flag beside P and stores the new references of its rows. The
+ * warpgroup that reads this P scales O, its sums and P to the larger of both references.
  *
  * Barriers of chunk w:
  *
- *   FULL[w][panel]   the panel has arrived. There is one for each panel, so that the scores can
- *                    begin before the whole chunk is there.
- *   EMPTY[w][part]   a part may be overwritten. Parts: columns 0 .. 255 (warpgroup 0 has multiplied
- *                    them), columns 256 .. 511 (warpgroup 1 has), rotary columns (the other
- *                    warpgroup has read P from there). 4 arrivals, one for each warp
- *   READY[w]         128 arrivals: P_w is stored, and the rows of V past the last key are zero
- *   Q_FULL, Q_EMPTY  the same for the rows of q; 8 arrivals at Q_EMPTY, one for each warp */
+ *   FULL[w][panel]   The panel has arrived. There is one for each panel, so that the scores can
+ *                    begin before the whole chunk has arrived.
+ *   EMPTY[w][part]   The part may be overwritten. The parts are columns 0 .. 255, released by
+ *                    warpgroup 0 after its product; columns 256 .. 511, released by warpgroup 1;
+ * and the rotary columns, released by the other warpgroup when it has read P there. 4 arrivals, one
+ * for each warp.
+ *   READY[w]         P_w is stored, and the rows of V past the last key are zero. 128 arrivals.
+ *   Q_FULL, Q_EMPTY  The same for the rows of Q. 8 arrivals at Q_EMPTY, one for each warp.
+ */
 #ifndef GPUKERN_CUDA_LATENT_LOOP_CUH
 #define GPUKERN_CUDA_LATENT_LOOP_CUH
 
@@ -53,8 +56,10 @@ struct LatentSmem {
     static constexpr int EMPTY = FULL + 2 * FULL_OF_CHUNK, READY = EMPTY + 48;
     static constexpr int Q_FULL = READY + 16, Q_EMPTY = Q_FULL + 8;
     static constexpr int MISSING = Q_EMPTY + 8; /* [chunk] one bit for each box without a page */
-    static constexpr int GROWN = MISSING + 16;  /* [chunk][warp] flag: m of a row has moved */
-    static constexpr int REFS = GROWN + 32;     /* [chunk][64] m of the rows, if the flag is set */
+    /* [chunk][warp] flag: the reference of a row has changed */
+    static constexpr int GROWN = MISSING + 16;
+    /* [chunk][64] the rows' new references, valid if the flag is set */
+    static constexpr int REFS = GROWN + 32;
     static constexpr int SUMS = REFS + 512; /* [2][warpgroup][64] sums of the rows, two buffers */
     static constexpr int SHARE = SUMS + 1024;
     static constexpr int total = SHARE + (int)sizeof(LatentShare);
@@ -69,9 +74,9 @@ enum {            /* named barriers; 0 is __syncthreads */
 };
 
 /* ---- 2. the producer ------------------------------------------------------------------------- */
-/* The page and row of each box of the next chunks. A box is the part of a chunk that one TMA copy
- * loads from one page. Each lane holds one box, so 32 boxes are known, and the table entries of the
- * next 32 are already being loaded. */
+/* Finds the page and row of each box of the next chunks. A box is the part of a chunk that one TMA
+ * copy loads from one page. Each lane holds one box, so 32 boxes are known at a time. The table
+ * entries of the next 32 boxes are already being loaded. */
 struct LatentPages {
     int page, row, next_page, next_row; /* page: -1 = missing, num_blocks = past the last key */
 
@@ -96,8 +101,8 @@ __device__ __forceinline__ void load_q(const LatentParams &a, const LatentTile &
     const int first = (x.group * a.side + rank) * LATENT_ROWS; /* row of the sequence */
     const smem_addr full_s = smem_s + S::Q_FULL, q_s = smem_s + S::Q;
     if (lane == 0) mbarrier_arrive_expect_tx(full_s, S::CHUNK);
-    __syncwarp();                 /* the bytes are announced */
-    if (a.q_box == LATENT_ROWS) { /* three panels a box */
+    __syncwarp();                 /* the barrier expects the bytes before a copy starts */
+    if (a.q_box == LATENT_ROWS) { /* one box covers three panels */
         const int token = a.q_flat ? 0 : x.s.q0 + first / heads;
         const int row = a.q_flat ? x.s.q0 * heads + first : first % heads;
         if (lane < 3)
@@ -113,33 +118,35 @@ __device__ __forceinline__ void load_q(const LatentParams &a, const LatentTile &
     }
 }
 
-/* Loads part 0, 1 or 2 of chunk w. (page, row): where this lane's box is in the cache. One warp. */
+/* Loads part 0, 1 or 2 of chunk w (see EMPTY). (page, row): the place of this lane's box in the
+ * cache. One warp. */
 __device__ __forceinline__ void load_part(const LatentParams &a, int w, int part, int page, int row,
                                           smem_addr smem_s, uint64_t policy) {
     typedef LatentSmem S;
-    const int lane = threadIdx.x % 32, bits = 6 - a.box_bits; /* boxes: 2^bits */
+    const int lane = threadIdx.x % 32, bits = 6 - a.box_bits; /* the chunk has 2^bits boxes */
     const int panel = 4 * part + (lane >> bits), box = lane & ((1 << bits) - 1);
     const smem_addr full_s = smem_s + S::FULL + S::FULL_OF_CHUNK * w + 8 * panel;
     const bool loads = lane < (part == 2 ? 1 : 4) << bits;
     if (loads && box == 0) mbarrier_arrive_expect_tx(full_s, S::PANEL);
-    __syncwarp(); /* the bytes are announced */
+    __syncwarp(); /* the barrier expects the bytes before a copy starts */
     if (loads)
         tma_load_5d_by(smem_s + w * S::CHUNK + panel * S::PANEL +
                            (box << a.box_bits) * WGMMA_ROW_BYTES,
                        &a.cache, {{0, row, panel, page, 0}}, full_s, policy);
 }
 
-/* The producer warp. It first loads the part of each chunk with which the scores begin. */
+/* The producer warp. For each chunk it first loads the part with which that chunk's scores begin.
+ */
 __device__ __forceinline__ void latent_produce(const LatentParams &a, const LatentShare &share,
                                                smem_addr smem_s, int rank) {
     typedef LatentSmem S;
     const int lane = threadIdx.x % 32, boxes = LATENT_KEYS / a.page_box;
     const uint64_t policy = l2_first_out();
-    unsigned parity = 0, q_parity = 0; /* parity: a bit for each chunk */
+    unsigned parity = 0, q_parity = 0; /* parity has one bit for each chunk */
     each_latent_tile(a, share, [&](const LatentTile &x) {
         if (x.w.chunks == 0) return;
         LatentPages pages;
-        int base = x.t0 * boxes; /* the box of lane 0 */
+        int base = x.t0 * boxes; /* the index of lane 0's box */
         LatentPages::look_up(a, x, base + lane, pages.page, pages.row);
         LatentPages::look_up(a, x, base + 32 + lane, pages.next_page, pages.next_row);
         mbarrier_wait(smem_s + S::Q_EMPTY, q_parity ^ 1);
@@ -207,7 +214,8 @@ __device__ __forceinline__ void scale_rows(float (&o)[128], float f0, float f1) 
     }
 }
 
-/* S += Q K^T over panels FROM .. TO - 1, each as soon as it has arrived. FIRST: S starts at 0. */
+/* S += Q K^T over panels FROM .. TO - 1. Multiplies each panel as soon as it has arrived. FIRST: S
+ * starts at 0. */
 template <class T, int FROM, int TO, bool FIRST>
 __device__ __forceinline__ void add_scores(float (&s)[32], smem_addr q_s, smem_addr chunk_s,
                                            smem_addr full_s, unsigned parity) {
@@ -223,7 +231,8 @@ __device__ __forceinline__ void add_scores(float (&s)[32], smem_addr q_s, smem_a
     }
 }
 
-/* O += P V over the 64 keys of a chunk, for 256 columns of V from 256 W on. add false: O = P V. */
+/* O += P V over the 64 keys of a chunk, for columns 256 W .. 256 W + 255. If add is false, O = P V.
+ */
 template <class T, int W>
 __device__ __forceinline__ void add_values(float (&o)[128], const uint32_t (&p)[4][4],
                                            smem_addr chunk_s, bool add) {
@@ -236,10 +245,11 @@ __device__ __forceinline__ void add_values(float (&o)[128], const uint32_t (&p)[
 
 /* The two rows of Q that a thread holds. */
 struct LatentRows {
-    int at[2];       /* index in the block's 64 rows */
+    int at[2];       /* indices among the block's 64 rows */
     int in_sequence; /* the block's first row in the sequence */
     int left;        /* rows of the sequence from in_sequence on */
-    int hi[2], all;  /* number of keys that each row sees; that all rows see */
+    /* number of keys that each of the two rows sees; that every row of the block sees */
+    int hi[2], all;
 
     __device__ __forceinline__ void begin(const LatentParams &a, const LatentTile &x, int rank) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -277,7 +287,7 @@ __device__ __forceinline__ void row_peaks(const float (&s)[32], float (&peak)[2]
     }
 }
 
-/* P = 2^(S scale - ref) as A operands of wgmma. sum: the lane's part of each row's sum. */
+/* P = 2^(S scale - ref), packed as A operands of wgmma. sum: this lane's part of each row's sum. */
 template <class T>
 __device__ __forceinline__ void weigh(const float (&s)[32], float scale, const float (&ref)[2],
                                       uint32_t (&p)[4][4], float (&sum)[2]) {
@@ -310,9 +320,9 @@ struct LatentParity {
     unsigned full, ready, q;
 };
 
-/* The loop of warpgroup W over a tile's chunks. Afterwards o holds its columns of O, m the rows'
- * references in log2 units, and l this lane's part of the rows' sums over the chunks of warpgroup W
- * only. */
+/* The loop of warpgroup W over the chunks of a tile. On return o holds the warpgroup's columns of
+ * O, and m the references of the rows in log2 units. l holds this lane's part of the row sums over
+ * chunks W of the pairs only, so the caller adds the sums of both warpgroups. */
 template <class T, int W>
 __device__ __forceinline__ void
 attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows, smem_addr smem_s,
@@ -325,9 +335,9 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
     const smem_addr full_s = smem_s + S::FULL + S::FULL_OF_CHUNK * W;
     const smem_addr empty_own_s = smem_s + S::EMPTY + 24 * W,
                     empty_other_s = smem_s + S::EMPTY + 24 * X;
-    /* this lane's row of P, for ldmatrix and stmatrix */
+    /* the row of P that this lane addresses in ldmatrix and stmatrix */
     const int p_at = LatentPanels::offset_of(warp * 16 + lane % 16, LATENT_DIM_V + lane / 16 * 8);
-    bool add = false; /* whether o holds anything */
+    bool add = false; /* false: o holds nothing yet */
     mbarrier_wait(smem_s + S::Q_FULL, parity.q);
     parity.q ^= 1;
 #pragma unroll 1
@@ -369,7 +379,8 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
             uint32_t p[4][4];
             float sum[2];
             weigh<T>(s, scale, ref, p, sum);
-            /* all warps have their scores, so the rotary columns may be overwritten */
+            /* all warps of the warpgroup have computed their scores, so P may overwrite the rotary
+             * columns */
             bar_sync(BAR_OWN + W, 128);
 #pragma unroll
             for (int n = 0; n < 4; ++n) stmatrix_x4(LatentPanels::along(own_s + p_at, 2 * n), p[n]);
@@ -393,7 +404,7 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
             add = true;
         }
 
-        /* 3.2 the other chunk, with the other warpgroup's P */
+        /* 3.2 the other chunk, with P of the other warpgroup */
         if (W == 1 || two) {
             mbarrier_wait(smem_s + S::READY + 8 * X, parity.ready);
             parity.ready ^= 1;
@@ -441,7 +452,7 @@ attend_chunks(const LatentParams &a, const LatentTile &x, const LatentRows &rows
         m[0] = ref[0];
         m[1] = ref[1];
     }
-    /* with a single chunk, warpgroup 1 has not read Q */
+    /* if the tile has a single chunk, warpgroup 1 computes no scores and has not released Q */
     if (W == 1 && x.t0 + 1 >= x.t1) release(smem_s + S::Q_EMPTY);
 }
 

@@ -1,27 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_tree: paged_attn whose new tokens see each other by a mask, as drafts that form a tree. It
- * has three steps, each a launch or, for step 2, the launches of another kernel:
+/* paged_tree: paged_attn with a mask over the new tokens, as for drafts that form a tree. Serves
+ * every call with attn_mask that paged_tree_sm90a does not take. It has three steps:
  *
- *  1. begin   lengths [B] without the new tokens, and the first key that all rows of a sequence see
- *  2. attend  out, lse' = paged_attn over those old keys, not causal, by the first kernel of the op
- *             that serves the call; sinks count here
- *  3. tree    each row over the new tokens that its mask shows and over the old keys that step 2
- *             leaves out (paged_tree.cuh), merged with out and lse'
+ * 1. begin   computes lengths [B] without the new tokens, and the first key that all rows of a
+ *             sequence see
+ * 2. attend  out, lse' = paged_attn over the old keys, not causal. The first kernel of the op that
+ *             accepts this call runs it. Sinks are included here.
+ * 3. tree    attends from each row to the new tokens that its mask shows, and to the old keys that
+ *             step 2 leaves out (paged_tree.cuh). Merges the result with out and lse'.
  *
  * q [T, Hq, D]; k_cache, v_cache, block_table, seq_lens, cu_seqlens_q as in paged_attn_plain;
- * attn_mask [T, S] or [B, S, S] bytes, any strides. lse' [T, Hq], lengths and first keys are in the
- * workspace. out holds the result of step 2, rounded to q's dtype, until step 3 has merged it.
+ * attn_mask [T, S] or [B, S, S] bytes, any strides.
  *
- * A hidden key is not read, so it may hold NaN, and the bits of a row do not depend on the masks of
- * other rows. ALiBi is refused by the check: step 2 would place its queries one tree too far to the
- * left.
+ * Work split of step 3. tree_tiles_kernel serves calls with 16-bit q, caches of q's dtype or of
+ * 8-bit codes, and aligned rows. A warp owns 16 rows (new tokens times heads of the group) of a kv
+ * head, and up to 128 columns of V. It multiplies 16 keys a step by mma.m16n8k16, with all operands
+ * from global memory. If v has a scale for each page, the scale multiplies the softmax weights. In
+ * float16 a row divides them by a power of two near the largest |v_scale| so far, so that they stay
+ * below 2. tree_rows_kernel serves all other calls. A warp owns a row. Each lane takes a key for
+ * the scores, then some columns of V.
  *
- * Work split of step 3, tree_tiles_kernel: q of 16 bits, caches of its dtype or of codes, aligned
- * rows. A warp owns 16 rows (new tokens times heads of the group) of a kv head and up to 128
- * columns of V. A step is 16 keys by mma.m16n8k16, all operands from global memory. A v scale of
- * each page multiplies the weights. For float16 a row divides them by a power of two near the
- * largest |v_scale| that it has seen, so that they stay below 2.
- * tree_rows_kernel serves the rest: a warp owns a row, a lane a key and then columns of V. */
+ * State. The workspace holds lse' [T, Hq], the lengths and the first keys. Between steps 2 and 3,
+ * out holds the result of step 2, rounded to q's dtype.
+ *
+ * A hidden key is never read, so it may hold NaN, and the bits of a row do not depend on the masks
+ * of other rows. ALiBi is refused by the argument check, because step 2 would place its queries too
+ * far to the left by the number of new tokens. */
 #include "../../../core/dispatch.h"
 #include "../../../core/paged.h"
 #include "../../../formats/latent_row.h"
@@ -39,7 +43,7 @@ constexpr int WARPS = paged_tree_plan::warps, THREADS = WARPS * 32;
 struct BeginParams {
     TreeParams x;
     int32_t *lens, *starts; /* starts: NULL if every row sees key 0 */
-    int len_blocks;         /* blocks that compute lengths; the others check a token a warp */
+    int len_blocks; /* blocks that compute lengths; in the others each warp checks one token */
 };
 
 /* The first blocks write lengths. In the other blocks each warp clears the result of its token if
@@ -71,8 +75,8 @@ enum StoredRow {
     LATENT_ROW
 };
 
-/* A row of the cache in q's precision. Codes are multiplied by their scale later. Latents are
- * rounded to q's dtype, as paged_latent_fp8 decodes them. */
+/* Reads a row of the cache in q's precision. Codes are multiplied by their scale later. Latents are
+ * rounded to q's dtype, as paged_latent_fp8 does when it decodes them. */
 template <class T, StoredRow KIND> struct TreeCacheRow {
     typedef typename element<T>::acc W;
     const void *at;
@@ -95,7 +99,7 @@ template <class T, StoredRow KIND> struct TreeCacheRow {
     }
 };
 
-/* The second bound leaves registers for the widest float64 rows. */
+/* The second launch bound leaves enough registers for the widest float64 rows. */
 template <class T, StoredRow KIND, int MAX_DIM>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 3) tree_rows_kernel(TreeParams x) {
     constexpr int COLS = MAX_DIM / 32; /* columns of a lane */
@@ -108,10 +112,10 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 3) tree_rows_ker
     const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q),
               head_kv = head / p.group;
 
-    /* 1. the row; from here on warps share nothing */
+    /* 1. find the row; from here on each warp works alone */
     if (token >= p.tokens) return;
     const int b = paged_owner(p, token);
-    if (b < 0) return; /* tree_begin_kernel has cleared it */
+    if (b < 0) return; /* tree_begin_kernel has zeroed the result of a token without a sequence */
     const PagedSequence s = paged_sequence(p, b);
     const int i = token - s.q0;
     const TreeKeys keys = tree_keys(x, s);
@@ -132,7 +136,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 3) tree_rows_ker
             const int page = sees ? page_of_key(p, b, j) : -1; /* -1: no key */
             if (!__any_sync(0xffffffffu, page >= 0)) continue;
             const int in_page = j % p.block_size;
-            /* 2.1 */
+            /* 2.1 the score of this lane's key */
             W logit = -INFINITY, v_factor = 1;
             if (page >= 0) {
                 const Row k(p.k, p.k.at(page, head_kv, in_page), x.stored);
@@ -151,7 +155,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 3) tree_rows_ker
             const W shrink = softmax.raise(warp_max(logit)), weight = softmax.weight(logit);
             softmax.sum = softmax.sum * shrink + weight;
             const W of_v = KIND == CODE_ROW ? weight * v_factor : weight;
-            /* 2.2 */
+            /* 2.2 add the 32 keys to this lane's columns of V */
 #pragma unroll
             for (int c = 0; c < COLS; ++c) o[c] *= shrink;
             for (unsigned rest = __ballot_sync(0xffffffffu, page >= 0); rest; rest &= rest - 1) {
@@ -206,8 +210,8 @@ __device__ __forceinline__ uint4 load_cached_8(const Rows &cache, int64_t at, bo
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-/* The largest power of two that is at most x, within [2^-126, 2^126]; 0 for a smaller x. NaN is not
- * expected. inverse_of_power(0) is 2^127, so that 0 times it is 0. */
+/* The largest power of two that is at most x, clamped to [2^-126, 2^126]; 0 for a smaller x. x is
+ * not NaN. inverse_of_power(0) is 2^127, so that 0 times it is 0. */
 __device__ __forceinline__ float power_below(float x) {
     return __uint_as_float(min(__float_as_uint(x) >> 23, 253u) << 23);
 }
@@ -221,13 +225,16 @@ __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
                                        : code_value(STORED, ((const uint8_t *)cache.data)[at]);
 }
 
-/* Rows g = lane / 4 and g + 8 of the tile belong to the four lanes of a quad, t = lane % 4.
+/* Layout of a warp's operands. Rows g = lane / 4 and g + 8 of the tile belong to the four lanes of
+ * a quad; t = lane % 4.
  *
- *  Q K^T  The sum over columns may take them in any order. Lane t of a quad loads the eight of each
- *         32 columns that begin at 8 t, of both rows of q and of keys g and 8 + g.
- *  P V    Lane (g, t) loads columns 8 g .. 8 g + 7 of each 64 of keys 2 t, 2 t + 1, 8 + 2 t and
- *         9 + 2 t. The e-th mma multiplies column 8 g + e of each of them, so that o[e] holds
- *         columns 16 t + e and 16 t + 8 + e of the lane's two rows. */
+ * Q K^T  A sum over columns may add them in any order. So of each 32 columns, lane t loads the
+ * eight
+ *         that begin at 8 t, of both rows of q and of keys g and g + 8.
+ * P V    Of each 64 columns, lane (g, t) loads columns 8 g .. 8 g + 7 of keys 2 t, 2 t + 1, 8 + 2 t
+ *         and 9 + 2 t. The e-th mma multiplies columns 8 g + e, so that o[e] holds columns 16 t + e
+ *         and 16 t + 8 + e of the lane's two rows.
+ */
 template <class T, gk_dtype STORED>
 __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     constexpr bool CODES = STORED != element<T>::dtype;
@@ -241,7 +248,7 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     task /= x.parts;
     const int head_kv = (int)(task % p.heads_kv), b = (int)(task / p.heads_kv);
 
-    /* 1. the tile's rows; warps share nothing */
+    /* 1. find the tile's rows; each warp works alone */
     if (b >= p.batch) return;
     const PagedSequence s = paged_sequence(p, b);
     const int rows = s.rows * p.group;
@@ -266,12 +273,14 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     /* 2. 16 keys at a time */
     RowSoftmax<ExpFull> softmax[2] = {{-INFINITY, 0}, {-INFINITY, 0}}; /* sums: the lane's share */
     float o[PART / 64][8][4] = {};
-    /* of each row, by which scales of pages are divided, and O too; 0: no scale above 0 yet */
+    /* The power of two by which a row's page scales, and so its O, are divided. 0: no scale above 0
+     * yet. */
     float v_base[2] = {0, 0};
     for (int range = 0; range < 2; ++range) {
         const int end = range ? keys.end : keys.edge_end;
         for (int j0 = range ? keys.fresh : keys.edge; j0 < end; j0 += TILE) {
-            /* 2.1 bit 4 u + n: row u sees the lane's key n; bit k of `wanted`: some row sees k */
+            /* 2.1 which keys are seen. Bit 4 u + n of `seen`: row u sees the lane's key n. Bit k of
+             * `wanted`: some row of the tile sees key k. */
             unsigned seen = 0, wanted = 0;
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
@@ -285,7 +294,7 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
             }
             wanted = __reduce_or_sync(0xffffffffu, wanted);
             if (!wanted) continue;
-            /* 2.2 lane l looks key l % 16 up */
+            /* 2.2 look up the pages; lane l takes key l % 16 */
             const int j = j0 + lane % TILE;
             const int page = wanted >> lane % TILE & 1 ? page_of_key(p, b, j) : -1;
             const unsigned there = __ballot_sync(0xffffffffu, page >= 0) & ((1u << TILE) - 1);
@@ -316,7 +325,7 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
 
             /* 2.4 softmax */
             float highest[2] = {-INFINITY, -INFINITY}, shrink[2];
-            int its_page[4] = {}; /* of the lane's keys; codes only */
+            int its_page[4] = {}; /* pages of the lane's four keys; for codes only */
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 const int key = n / 2 * 8 + 2 * t + n % 2;
@@ -408,7 +417,8 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
                                                 prmt(word[2], word[3], select)};
                     mma_add<T>(o[m][e], weights, values);
                 }
-                /* 0 times NaN is NaN, so such a key is added to the rows that see it, one by one */
+                /* These keys were zeroed for the mma, because 0 times NaN is NaN. Add them one by
+                 * one to the rows that see them. */
                 for (; special; special &= special - 1) {
                     const int key = __ffs(special) - 1, n = key / 8 * 2 + key % 2,
                               owner = lane / 4 * 4 + key % 8 / 2;
@@ -471,8 +481,9 @@ __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     }
 }
 
-/* ---- 4. the inner call ----------------------------------------------------------------------- */
-/* The call over old keys, with its operands in the workspace. */
+/* ---- 4. the inner call: step 2 --------------------------------------------------------------- */
+/* The arguments of step 2: the call over old keys, with lengths, first keys and lse' in the
+ * workspace. */
 struct Inner {
     gk_paged_attn_args args;
     gk_tensor start;

@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_tree.cuh: which keys the kernels of paged_tree read beside the call over old keys, and how
- * two attentions over different keys become one.
+/* paged_tree.cuh: divides the keys of a masked paged_attn call between the inner call and the tree
+ * kernels of paged_tree, and merges their two results.
  *
- * A sequence has `old` keys and then its new tokens. Row i is new token i, at position old + i. The
- * inner call serves the old keys [common, old) that every row sees. The tree kernels serve
+ * A sequence has `old` keys, followed by its new tokens. Row i is new token i, at position old + i.
+ * The inner call serves the old keys [common, old), which every row sees. The tree kernels serve
+ * two other ranges:
  *
- *   edge  [edge, edge_end)  old keys at the left edge of the window, which only some rows see, or
- *                           all old keys of a short sequence, one that has fewer of them than new
- *                           tokens: the inner call takes no such sequence
+ *   edge  [edge, edge_end)  old keys at the left edge of the window, which only some rows see. For a
+ *                           sequence with fewer old keys than new tokens this range is all its old
+ *                           keys, because the inner call takes no such sequence.
  *   new   [fresh, end)      the new tokens, as the mask shows them
  *
- * Each has fewer keys than the sequence has new tokens, or as many. */
+ * Each range has at most as many keys as the sequence has new tokens. */
 #ifndef GPUKERN_CUDA_PAGED_TREE_CUH
 #define GPUKERN_CUDA_PAGED_TREE_CUH
 
@@ -20,7 +21,7 @@
 
 namespace {
 
-struct NewMask { /* bytes, not 0: the token is seen */
+struct NewMask { /* a mask over the new tokens, in bytes; not 0: the token is seen */
     const uint8_t *data;
     int64_t sequence, row, column; /* strides; sequence 0: a row for each token of q */
     int columns;
@@ -40,7 +41,7 @@ inline NewMask new_mask_of(const gk_paged_attn_args *a) {
 }
 
 /* True if one of eight 16-bit elements is infinite or NaN, that is, if all bits of its exponent are
- * set. One more at the exponent's last bit then carries into the sign. */
+ * set. Then adding 1 at the lowest bit of the exponent carries into the sign bit. */
 template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
     constexpr uint32_t exponent = element<T>::dtype == GK_BF16 ? 0x7f807f80u : 0x7c007c00u,
                        one = element<T>::dtype == GK_BF16 ? 0x00800080u : 0x04000400u;
@@ -50,10 +51,10 @@ template <class T> __device__ __forceinline__ bool has_special(uint4 x) {
 }
 
 struct TreeParams {
-    Paged p; /* of the call: out, lse; rules without is_causal */
+    Paged p; /* the call with its out and lse, without the causal rule */
     NewMask mask;
-    const void *old_lse;        /* [T, heads_q], of the inner call, whose out is in p.out */
-    gk_dtype stored;            /* the code format of 8-bit caches */
+    const void *old_lse; /* lse [T, heads_q] of the inner call, whose out is stored in p.out */
+    gk_dtype stored;     /* the code format of 8-bit caches */
     CodeScale k_scale, v_scale; /* scales of 8-bit caches; p has none then */
     int left, right;            /* windows, -1 = unbounded */
     int tiles, parts; /* tree_tiles_kernel: tiles of a sequence and kv head; parts of Dv */
@@ -61,7 +62,9 @@ struct TreeParams {
 
 /* ---- 1. keys --------------------------------------------------------------------------------- */
 struct TreeKeys {
-    int old; /* below 0: the first rows are at negative positions */
+    /* negative if a sequence has fewer keys than new tokens: its first rows are at negative
+     * positions */
+    int old;
     int edge, edge_end, fresh, end;
     /* the inner call's length and first key */
     int inner_len, inner_start;
@@ -84,13 +87,13 @@ __device__ __forceinline__ TreeKeys tree_keys(const TreeParams &x, const PagedSe
     return k;
 }
 
-/* A row's view of the keys that the tree kernels serve. */
+/* One row, and the rule by which it sees the keys that the tree kernels serve. */
 struct TreeRow {
     const uint8_t *mask; /* of new token 0 */
     int64_t column;
     int columns, old, position, left, right;
 
-    /* key j is one that the row's sequence has */
+    /* j must be a key that the sequence has */
     __device__ __forceinline__ bool sees(int j, bool is_new) const {
         bool yes = left < 0 || position - j <= left;
         yes = yes && (right < 0 || j - position <= right);
@@ -113,15 +116,16 @@ __device__ __forceinline__ TreeRow tree_row(const TreeParams &x, const TreeKeys 
 }
 
 /* ---- 2. the merge ---------------------------------------------------------------------------- */
-/* The factors of the two results, and their common lse. A side with lse -inf saw no key and is not
- * read. */
+/* The factors by which the inner call's O (old) and the tree kernel's O (fresh) are multiplied
+ * before they are added, and the lse of the sum. A side whose lse is -inf saw no key, and its O is
+ * not read. */
 template <class W> struct TreeMerge {
     W old, fresh, lse;
     bool no_old;
 };
 
-/* peak and sum: of the row's softmax over the tree kernel's keys. `fresh` is the factor of their
- * O, which is not divided by the sum. */
+/* peak and sum are the softmax statistics of the row over the tree kernel's keys. The tree kernel's
+ * O is not divided by the sum yet, so `fresh` includes that division. */
 template <class W>
 __device__ __forceinline__ TreeMerge<W> tree_merge(W old_lse, W peak, W sum, W v_scale) {
     const bool no_old = old_lse == W(-INFINITY), no_fresh = sum == 0;

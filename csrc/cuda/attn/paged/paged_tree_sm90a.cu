@@ -1,35 +1,37 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_tree_sm90a: paged_attn whose new tokens see each other by a mask, in one pass over old keys
- * and new tokens, on Hopper's tensor cores, 16 bits. It is paged_prefill_sm90a whose last key
- * blocks are masked by stored bits instead of by the causal rule, and has as many launches.
+/* paged_tree_sm90a: paged_attn with a mask over the new tokens, on Hopper's tensor cores, in 16
+ * bits. One pass covers the old keys and the new tokens. It is paged_prefill_sm90a, except that
+ * stored bits mask the last key blocks instead of the causal rule. It takes as many launches.
  *
- *  out[t] = sum_j softmax_j(scale q[t] k[j], sink) v[j]     j: all old keys, and the new tokens that
+ * out[t] = sum_j softmax_j(scale q[t] k[j], sink) v[j]     j: all old keys, and the new tokens that
  *                                                           row t of the mask shows
  *
  * q [T, Hq, D]; k_cache, v_cache, block_table, seq_lens, cu_seqlens_q as in paged_prefill_sm90a;
  * attn_mask [T, S] or [B, S, S] bytes, any strides; out [T, Hq, D], lse [T, Hq].
  *
- * Work split: tiles of 128 queries, of several heads of a group if sequences have few queries. The
- * key blocks of a tile are
+ * Work split: tiles of 128 queries. If sequences have few queries, a tile has queries of several
+ * heads of a group. The key blocks of a tile are
  *
- *   [0, plain_first)            only with kv_start: they begin before the first key
+ *   [0, plain_first)            only with kv_start: blocks that begin before the first key
  *   [plain_first, plain_end)    old keys, which all rows see
- *   [plain_end, tiles)          those with new tokens
+ *   [plain_end, tiles)          blocks with new tokens
  *
- * The first and the last kind are partial. They take the consumers' path for stored masks
- * (ListedKeys in fwd_keys.cuh): a bit for each row and key, in words that one warp of the producer
- * computes from the mask.
+ * The first and the last kind are partial blocks. For them the consumers take their path for stored
+ * masks (ListedKeys in fwd_keys.cuh). It reads a bit for each row and key, in words that one warp
+ * of the producer computes from the mask.
+ *
+ * The producer's warps:
  *
  *   warp 0  loads Q and K       warp 1  finds tiles
- *   warp 3  loads V             warp 2  reports errors and computes words
+ *   warp 3  loads V             warp 2  reports errors and computes mask words
  *
- * V of a new token that a row does not see may hold NaN, and 0 times NaN is NaN. So before the
- * product of a partial block with V, the consumers look through the rows of new tokens in shared
- * memory. If one has a NaN or inf, they zero it and add the row in memory to the queries that see
- * it, one by one. The bits of a row therefore do not depend on hidden keys.
+ * NaN in hidden values. V of a new token that a row does not see may hold NaN, and 0 times NaN is
+ * NaN. So before a partial block is multiplied with V, the consumers check the rows of new tokens
+ * in shared memory. If a row has a NaN or inf, they zero it there, and add the row from global
+ * memory to the queries that see it. The bits of a row therefore do not depend on hidden keys.
  *
- * Not handled, served by paged_tree: calls without prefill_has_many, head_dim other than 64 and
- * 128, windows, softcap, 8-bit pages, batch_invariant, pages that are not a multiple of 8 keys. */
+ * Refused, served by paged_tree: calls without prefill_has_many, head_dim other than 64 and 128,
+ * windows, softcap, 8-bit pages, batch_invariant, pages that are not a multiple of 8 keys. */
 #include "../../ptx/bar_or.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"
@@ -44,7 +46,7 @@ template <class Tile> struct InBoxes<TreeTile<Tile>> {
 template <class Tile> struct ScoresOf<TreeTile<Tile>> {
     static constexpr int MASK = 1, BIAS = 0;
 };
-/* The consumers need nothing of a stored mask but the words. */
+/* The consumers need only the words of a stored mask. */
 template <class Tile> struct ParamsOf<TreeTile<Tile>, true> {
     typedef FwdHopperParams type;
 };
@@ -65,18 +67,18 @@ __device__ __forceinline__ Sequence tree_sequence(const PrefillParams &x, int b)
     return s;
 }
 
-/* The number of keys before new token 0. The key at `diagonal`, which may be negative, is new token
- * 0. */
+/* The number of keys before new token 0. t.seq.diagonal is the key index of new token 0, and may be
+ * negative. */
 __device__ __forceinline__ int old_keys(const FwdTile &t) { return max((int)t.seq.diagonal, 0); }
 /* The first new token that kv_start does not hide. */
 __device__ __forceinline__ int first_new(const FwdTile &t) {
     return max(old_keys(t), t.seq.span.key_lo);
 }
-/* Behind the last new token for which the mask has a column. */
+/* One past the last new token for which the mask has a column. */
 __device__ __forceinline__ int end_new(const NewMask &m, const FwdTile &t) {
     return min(t.seq.seq_k, (int)min(t.seq.diagonal + m.columns, (int64_t)t.seq.seq_k));
 }
-/* Row i of the mask, at the column of key 0. */
+/* Row i of the mask, shifted so that index 0 is key 0. */
 __device__ __forceinline__ const uint8_t *mask_row(const NewMask &m, const FwdTile &t, int i) {
     const int64_t row = (m.by_sequence ? 0 : t.seq.q0) + i;
     return m.data + t.work.b * m.sequence + row * m.row - t.seq.diagonal * m.column;
@@ -85,13 +87,14 @@ __device__ __forceinline__ bool is_partial(const FwdTile &t, int block) {
     return block < t.keys.plain_first || block >= t.keys.plain_end;
 }
 
-/* Set by the consumers if a new V of the tile has a NaN or inf. */
+/* A mark that the consumers set if a new token of the tile has a NaN or inf in V. */
 template <class Tile> __device__ __forceinline__ volatile int &spoilt_of(FwdTile &t) {
     return *(volatile int *)&Smem<Tile>::marks_of(t).tile;
 }
 
 /* ---- 2. the producer ------------------------------------------------------------------------- */
-/* find_tiles (fwd_producer.cuh) of a call that reads lengths, with the blocks that are partial. */
+/* Does the work of find_tiles (fwd_producer.cuh) for a call that reads lengths, and marks the
+ * partial blocks. */
 template <class Tile>
 __device__ __forceinline__ void find_trees(const PrefillParams &x, unsigned char *smem,
                                            smem_addr smem_s) {
@@ -125,7 +128,8 @@ __device__ __forceinline__ void find_trees(const PrefillParams &x, unsigned char
     }
 }
 
-/* Writes the words of a partial block. A lane owns a query; all heads of the tile have its bits. */
+/* Writes the mask words of a partial block. Each lane owns a query, and writes its bits for every
+ * head of the tile. */
 template <class Tile>
 __device__ __forceinline__ void write_words(const TreePrefillParams &x, const FwdTile &t, int block,
                                             smem_addr to_s) {
@@ -158,7 +162,7 @@ __device__ __forceinline__ void write_words(const TreePrefillParams &x, const Fw
     }
 }
 
-/* Hands out the words of partial blocks, tile after tile. One warp. */
+/* Computes the words of all partial blocks, tile after tile. One warp. */
 template <class Tile>
 __device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, const FwdTile *tiles,
                                                smem_addr smem_s) {
@@ -195,10 +199,9 @@ __device__ __forceinline__ void hand_out_words(const TreePrefillParams &x, const
 }
 
 /* ---- 3. the consumers ------------------------------------------------------------------------ */
-/* Adds the rows of new V that have a NaN or inf to the queries that see them, and zeroes them in
- * shared memory. The block's weights are in c.w. Both warpgroups do so, each before its own
- * product.
- */
+/* Finds the rows of new V that have a NaN or inf, adds them to the queries that see them, and
+ * zeroes them in shared memory. The weights of the block are in c.w. Each warpgroup calls it before
+ * its own product. */
 template <class T, class Tile>
 __device__ __forceinline__ void add_spoilt(const TreePrefillParams &x, const FwdTile &t, int block,
                                            smem_addr v_s, Consumer<T, Tile, false> &c) {
@@ -257,7 +260,8 @@ __device__ __forceinline__ void add_spoilt(const TreePrefillParams &x, const Fwd
     }
 }
 
-/* Behind the weights of a block: looks for NaN and inf in the rows of V that are new tokens. */
+/* Called after the weights of a block are computed. Checks the V rows of new tokens for NaN and
+ * inf, and calls add_spoilt if there are any. */
 template <class T, class Tile>
 __device__ __forceinline__ void check_values(const TreePrefillParams &x, FwdTile &t, int step,
                                              int block, Consumer<T, Tile, false> &c) {
@@ -275,8 +279,8 @@ __device__ __forceinline__ void check_values(const TreePrefillParams &x, FwdTile
             v_s + chunk / 8 * Smem<Tile>::V::panel_bytes + row * 128 + chunk % 8 * 16;
         spoilt = spoilt || has_special<T>(ld_shared_128(at_s));
     }
-    /* The other warpgroup may have zeroed what this one would have found. It has set the mark
-     * before. */
+    /* The other warpgroup may already have zeroed the rows that this one looks for. It has set the
+     * mark before it zeroed them. */
     __threadfence_block();
     spoilt = spoilt || spoilt_of<Tile>(t);
     if (!bar_or(4 + c.warpgroup, 128, spoilt)) return;
@@ -287,8 +291,9 @@ __device__ __forceinline__ void check_values(const TreePrefillParams &x, FwdTile
     bar_sync(4 + c.warpgroup, 128);
 }
 
-/* The key blocks of a tile behind the first one, as Consumer::other_blocks takes them: a loop
- * without masks, which a partial block or a redo leaves and enters again. */
+/* Processes the key blocks of a tile after the first one, as Consumer::other_blocks does. Full
+ * blocks run in an inner loop without masks. A partial block, or a block that must be computed
+ * again, leaves that loop, and the outer loop enters it again. */
 template <class T, class Tile>
 __device__ __forceinline__ void later_blocks(const TreePrefillParams &x, FwdTile &t,
                                              Consumer<T, Tile, false> &c,
@@ -296,8 +301,8 @@ __device__ __forceinline__ void later_blocks(const TreePrefillParams &x, FwdTile
 #pragma unroll 1
     for (int j = 0;;) {
         if (is_partial(t, j)) check_values<T, Tile>(x, t, at.step, j, c);
-        /* the shuffle tells the compiler that j is uniform over the warp, behind a branch that it
-         * takes for a divergent one */
+        /* The shuffle tells the compiler that j is uniform over the warp. Otherwise it assumes that
+         * the branch above may diverge. */
         j = __shfl_sync(0xffffffffu, j + 1, 0);
         if (j == at.end) break;
         const int plain = j < t.keys.plain_first ? j : min(t.keys.plain_end, at.end);
@@ -319,8 +324,8 @@ __device__ __forceinline__ void later_blocks(const TreePrefillParams &x, FwdTile
     }
 }
 
-/* Passes the blocks of a tile in which this warpgroup has no rows. It reads the words in vain,
- * because their stage waits for both warpgroups. */
+/* Skips the blocks of a tile in which this warpgroup has no rows. It waits for the mask words
+ * without use, because their stage is released only when both warpgroups have read it. */
 template <class T, class Tile>
 __device__ __forceinline__ void pass_tile(const FwdTile &t, int step, int warpgroup,
                                           Consumer<T, Tile, false> &c) {
@@ -329,11 +334,12 @@ __device__ __forceinline__ void pass_tile(const FwdTile &t, int step, int warpgr
         c.pass(step + j, 1);
         if (is_partial(t, j)) c.columns_of(t, j);
     }
-    /* the turn of the last P V */
+    /* take part in the alternation of the warpgroups for the last P V */
     if (t.steps.blocks > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
 }
 
-/* `consume` (fwd_loop.cuh) without an early start of the next tile. */
+/* The consumers' loop over tiles: `consume` of fwd_loop.cuh, without the early start of the next
+ * tile. */
 template <class T, class Tile>
 __device__ __forceinline__ void consume_trees(const TreePrefillParams &a, smem_addr smem_s,
                                               FwdTile *tiles, int warpgroup) {
