@@ -23,10 +23,10 @@
  *
  *   FULL[w][panel]   The panel has arrived. There is one for each panel, so that the scores can
  *                    begin before the whole chunk has arrived.
- *   EMPTY[w][part]   The part may be overwritten. The parts are columns 0 .. 255, released by
- *                    warpgroup 0 after its product; columns 256 .. 511, released by warpgroup 1;
- * and the rotary columns, released by the other warpgroup when it has read P there. 4 arrivals, one
- * for each warp.
+ *   EMPTY[w][part]   The part may be overwritten. 4 arrivals, one for each warp. There are three
+ *                    parts. Warpgroup 0 releases columns 0 .. 255 and warpgroup 1 columns
+ *                    256 .. 511, each after its product. The other warpgroup releases the rotary
+ *                    columns when it has read P there.
  *   READY[w]         P_w is stored, and the rows of V past the last key are zero. 128 arrivals.
  *   Q_FULL, Q_EMPTY  The same for the rows of Q. 8 arrivals at Q_EMPTY, one for each warp.
  */

@@ -1,36 +1,36 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, bound by reading
- * the cache, on Hopper. q has 16 bits; pages have q's dtype or 8-bit codes.
+/* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, on Hopper. q has
+ * 16 bits; pages have q's dtype or 8-bit codes. Reading the cache bounds the time.
  *
- *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
- *  with j in [lo(t), hi(t))
+ * out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale with j in [lo(t),
+ * hi(t))
  *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023;
  * online softmax: Milakov and Gimelshein 2018.
  *
- * Work split: the kernel has three forms. choose_ranks picks one from the shapes.
+ * Work split. The kernel has three forms, and choose_ranks picks one from the shapes.
  *
- *  list      One block of 8 warps on each SM. Each block takes an even share of the flat list of
- *            chunks (paged_plan.cuh). The last block of a tile merges its splits (paged_join.cuh).
- *            For any lengths and any number of tokens.
- *  clusters  A cluster of 2, 4 or 8 blocks for each sequence and kv head. Its blocks exchange sums
+ * list      One block of 8 warps on each SM. The chunks of keys of all tiles form one list
+ *            (paged_plan.cuh), and each block takes an equal share of it. The last block of a tile
+ *            merges its splits (paged_join.cuh). For any lengths and any number of tokens.
+ * clusters  A cluster of 2, 4 or 8 blocks for each sequence and kv head. Its blocks exchange sums
  *            through shared memory, so there is one launch and no workspace. For few sequences, and
  *            for many long ones.
- *  tiles     A block of 4 warps for each sequence and kv head, with three or more blocks on an SM.
- *            No scan of the lengths, no split, no merge. For many sequences with short block
- * tables.
+ * tiles     A block of 4 warps for each sequence and kv head, with three or more blocks on an SM.
+ *            There is no scan of the lengths, no split and no merge. For many sequences with short
+ *            block tables.
  *
- * A batch-invariant call takes clusters of eight whatever the batch is. If a sequence has too many
- * rows for a cluster, it takes the list, without splitting a tile.
+ * A batch-invariant call takes clusters of eight for any batch. If a sequence has too many rows for
+ * a cluster, the call takes the list, without splitting a tile.
  *
- * Each warp works alone. It has its own ring of TMA boxes (paged_stream.cuh), its own maximum and
- * its own sums (paged_step.cuh). A step: wait for the keys, S^T = K Q^T, lazy maximum, P, O^T +=
- * V^T P^T, refill the ring.
+ * Each warp works alone. It has its own ring of TMA boxes (paged_stream.cuh), and its own maximum
+ * and sums (paged_step.cuh). A step of a warp is: wait for the keys; S^T = K Q^T; update the
+ * maximum if needed; P; O^T += V^T P^T; refill the ring.
  *
- * Not handled: pages that are not a multiple of 16 keys; Dv != D; 16-bit pages of a head_dim other
- * than 64 and 128, which paged_attn_sm80 serves; codes of a head_dim that is no multiple of 16 or
- * more than 256, which paged_attn_plain serves. */
+ * Refused: pages that are not a multiple of 16 keys; Dv != D; 16-bit pages of a head_dim other than
+ * 64 and 128, which paged_attn_sm80 serves; codes of a head_dim that is no multiple of 16 or more
+ * than 256, which paged_attn_plain serves. */
 #include "../../ptx/griddepcontrol.cuh"
 #include "paged_join.cuh"
 #include "paged_step.cuh"
@@ -38,7 +38,8 @@
 namespace {
 
 /* ---- 1. results ------------------------------------------------------------------------------ */
-/* head_dim / 4, and the row of the i-th four columns of a tile. */
+/* Columns are merged in quads, groups of four. quads_of is the number of quads of a row, and
+ * line_of the row of quad i of a tile. */
 template <class Pages> __device__ __forceinline__ int quads_of(const StreamParams &a) {
     return Pages::CODES ? (int)a.of_quads.by : Pages::HEAD_DIM / 4;
 }
@@ -46,14 +47,15 @@ template <class Pages> __device__ __forceinline__ int line_of(const StreamParams
     return Pages::CODES ? (int)a.of_quads.into(i) : i / (Pages::HEAD_DIM / 4);
 }
 
-/* The blocks of a cluster merge the tile's `total` quads (groups of four columns) in turn: block r
- * merges quads r, r + ranks, and so on. Returns the number of this block's quads. */
+/* The blocks of a cluster divide the tile's `total` quads: block r merges quads r, r + ranks, and
+ * so on. Returns the number of this block's quads. */
 __device__ __forceinline__ int owned_quads(const StreamParams &a, int total) {
     return (total - (int)blockIdx.x + a.ranks - 1) >> a.ranks_log2;
 }
 
-/* Merges the warps' sums through shared memory, eight rows at a time. Writes the result to out, to
- * the workspace (a split), or to the block of the cluster that merges those columns. */
+/* Merges the sums of the block's warps through shared memory, eight rows at a time. Writes the
+ * result to out, to the workspace if it is a split, or to the block of the cluster that merges
+ * those columns. */
 template <class T, class Pages, int N, bool CLUSTERS>
 __device__ __forceinline__ void finish_share(const StreamParams &a, const TileShare &x,
                                              RowsOf<Pages, N> &r, unsigned char *smem,
@@ -69,7 +71,7 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int rows_here = min(rows - n * 8, 8);
-        if (n > 0 && rows_here <= 0) break; /* all threads agree */
+        if (n > 0 && rows_here <= 0) break; /* the same in all threads */
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int row = warp * 8 + lane % 4 * 2 + e;
@@ -121,8 +123,8 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
     }
 }
 
-/* Merges the sums that all blocks of the cluster have sent to this block, in the order of their
- * ranks, and writes out. */
+/* Merges the sums that all blocks of the cluster have sent to this block, in the order of ranks,
+ * and writes out. */
 template <class T, class Pages>
 __device__ __forceinline__ void receive(const StreamParams &a, const TileShare &x,
                                         unsigned char *smem, const SmemMap &map) {
@@ -187,11 +189,12 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
         prefetch_tile<Pages>(a);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        /* the inbox barriers of all blocks are initialised */
+        /* announces that this block's inbox barriers are initialised */
         if (a.ranks > 1) barrier_cluster_arrive();
     } else {
-        /* A plain call is planned before the previous kernel has ended, from lengths that it may
-         * still write. After the wait, it is planned again if the lengths have changed. */
+        /* A plain call is planned before the previous kernel has ended, although that kernel may
+         * still write the lengths. After the wait, the block plans again if its lengths have
+         * changed. */
         const bool early = a.plain && p.batch <= LIST_WARPS * 32;
         int length = 0;
         bool works = false;
@@ -265,7 +268,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N, CLUSTE
                                               a.ranks * 32);
             barrier_cluster_wait();
         }
-        if (CLUSTERS) __syncthreads(); /* every warp has read its ring, where O is written next */
+        if (CLUSTERS) __syncthreads(); /* every warp has read its ring, which O overwrites next */
         finish_share<T, Pages, N, CLUSTERS>(a, x, rows, smem, map, team);
         if (CLUSTERS) {
             if (a.ranks > 1) receive<T, Pages>(a, x, smem, map);
@@ -304,7 +307,7 @@ template <class Pages> TensorShape pages_shape(const gk_tensor &t) {
 
 CodeScale page_scale(const gk_tensor *t) { return t && t->ndim == 2 ? code_scale(t) : CodeScale(); }
 
-/* True if a block of the list takes neighbouring kv heads. */
+/* True if a block of the list takes several neighbouring kv heads. */
 template <class Pages> bool side_by_side(const gk_paged_attn_args *a) {
     const int64_t rows = paged_seq_q(a) * (a->q.shape[1] / a->k_cache.shape[2]);
     return Pages::CODES && rows <= 8 && a->seq_lens.shape[0] >= paged_hopper::side_by_side_batch;
@@ -322,11 +325,11 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
     const float of_sm =
         Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
     const float slack = Pages::CODES ? paged_hopper::code_slack_ns : paged_hopper::slack_ns;
-    const bool wide = !Pages::CODES && p.seq_q * p.group > 8; /* 16 rows */
+    const bool wide = !Pages::CODES && p.seq_q * p.group > 8; /* tiles of 16 rows */
     const float list_costs =
         wide ? paged_hopper::list_costs_ns_16_rows : paged_hopper::list_costs_ns;
     const int64_t tiles = (int64_t)p.batch * p.heads_kv;
-    /* the list's time for each key of one sequence, without its splits */
+    /* the list's time per key of one sequence, in ns, without the cost of splits */
     const float of_list = key_bytes * (float)p.heads_kv / of_device;
     int least = 1;
     for (int n = 2; n <= paged_hopper::most_ranks; n *= 2)
@@ -338,12 +341,13 @@ template <class Pages> int choose_ranks(const gk_context *ctx, const Paged &p) {
         if (n > 4 && least < n) break;
         /* with 16 rows an SM holds one block of a cluster, so nothing hides its start and end */
         if (n > least && p.seq_q * p.group > 8) break;
-        if (gk_sm_limit() > 0 && tiles * n > gpu->num_sms) break; /* the list has as many blocks */
+        /* with an SM limit, the list keeps to it */
+        if (gk_sm_limit() > 0 && tiles * n > gpu->num_sms) break;
         const int on_sm = n == 1 ? paged_hopper::tiles_an_sm : n == 2 ? 1 : 2;
         const float at_once = (float)gk_min_i64(tiles * n, on_sm * gpu->num_sms);
         const float of_block = n == 1 ? of_sm / 2 : of_sm; /* tiles have half the warps */
         const float of_six = wide && n > 2 ? paged_hopper::sm_bytes_per_ns_16_rows : of_block;
-        /* time a key if all sequences are full, and if one full sequence is among empty ones */
+        /* time per key if all sequences are full, and if one full sequence is among empty ones */
         const float full = key_bytes / (float)n / min(of_six, of_device / at_once),
                     alone = key_bytes / (float)n / of_block;
         if (keys * (full - (float)p.batch * of_list) <= list_costs &&
@@ -370,7 +374,8 @@ bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *a
     StreamPlan &own = gk_own<StreamPlan>(to);
     own = {};
     gk_cuda_instance as_planned = *instance;
-    /* sizes_of reads the most kv heads of a block there: 1 unless they are to be neighbours */
+    /* sizes_of takes the largest number of kv heads of a block from this key: 1 unless a block
+     * takes neighbouring heads */
     const bool fixed = a->flags & GK_PAGED_BATCH_INVARIANT;
     if (fixed || !side_by_side<Pages>(a)) as_planned.key[PagedKey::WARPS] = 1;
     const Sizes &z = own.planned.sizes = sizes_of(&as_planned, ctx, a);
@@ -401,7 +406,7 @@ bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *a
         gk_ceil_div(rows, c.lanes) * tiles / z.block_heads * chunks_of_tile > INT32_MAX)
         return false;
     c.whole_tiles = fixed && own.ranks == 0;
-    /* with 16-bit pages and many small tiles, paged_attn_sm80 is as fast as the list or faster */
+    /* for 16-bit pages and many small tiles, paged_attn_sm80 is as fast as the list or faster */
     const bool small = Pages::HEAD_DIM == 64
                            ? c.p.batch >= paged_hopper::narrow_batch
                            : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
@@ -421,9 +426,9 @@ gk_status start(const gk_context *ctx, StreamParams &x, dim3 grid, int warps, in
     x.warps = warps;
     x.stages = stages;
     x.ranks = ranks;
-    /* With pairs, the next call must not start early on idle SMs, because the rest of its grid
-     * would then be placed unevenly (measured: 68.4 us instead of 61.0, 6 x 9k, H200). If the grid
-     * fills at most half of the SMs, starting early gains (21.4 us instead of 22.7, 4 x 4k). */
+    /* A call with pairs overlaps the previous one only if its grid fills at most half of the SMs
+     * (21.4 us instead of 22.7, 4 x 4k). A larger grid must not start early on idle SMs, because
+     * the rest of it would then be placed unevenly (68.4 us instead of 61.0, 6 x 9k, H200). */
     const bool overlap =
         ranks != 2 || (int)(grid.x * grid.y * grid.z) * 2 <= gk_gpu_of(ctx->index)->num_sms;
     x.ranks_log2 = ranks == 8 ? 3 : ranks == 4 ? 2 : ranks == 2 ? 1 : 0;
@@ -466,7 +471,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.by_page = x.k_scale.data || x.v_scale.data;
     x.plain = !x.c.p.cu_q && x.c.p.rules.left < 0 && !x.c.p.rules.kv_start;
     x.of_chunk = divisor_of(x.c.chunk_keys);
-    /* zeroes the list's counters, and the tokens of a packed call that belong to no sequence */
+    /* zeroes the list's counters, and the results of tokens that belong to no sequence */
     if (x.arrived || x.c.p.cu_q) status = launch_begin(ctx, x.c, x.arrived);
     if (status != GK_OK) return status;
     if (!own.ranks)

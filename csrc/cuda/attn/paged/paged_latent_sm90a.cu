@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_latent_sm90a: latent attention (MLA, DeepSeek-V2 2024, arXiv:2405.04434) over a paged cache
- * on Hopper. The projections are absorbed into q and out, so there is one kv head, and its values
+ * on Hopper. The projections are absorbed into q and out. So there is one kv head, and its values
  * are the first 512 columns of its keys.
  *
- *  out[t] = sum_j softmax_j(scale q[t] k[j], sink) k[j][:512] v_scale,  j < hi(t)
+ * out[t] = sum_j softmax_j(scale q[t] k[j], sink) k[j][:512] v_scale,  j < hi(t)
  *
  * q [T, Hq, 576]; k_cache [num_blocks, block_size, 1, 576], v_cache a view of its first 512
  * columns; block_table [B, max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, 512],
- * lse [T, Hq]. FlashMLA (DeepSeek 2025) has the same exchange of P between two warpgroups.
+ * lse [T, Hq]. FlashMLA (DeepSeek 2025) exchanges P between two warpgroups in the same way.
  *
- * Work split (latent_plan.cuh): a block takes 64 rows (tokens x heads) of a sequence and a range of
+ * Work split (latent_plan.cuh). A block takes 64 rows (tokens x heads) of a sequence and a range of
  * its keys. If a sequence has more than 64 rows, two neighbouring blocks take the same keys. That
- * is 2 to 3 % faster than a cluster of two with multicast. Two warpgroups multiply, one warp loads
- * (latent_loop.cuh). A second kernel, whose launch overlaps the end of the first one, merges the
- * tiles that were split.
+ * is 2 to 3 % faster than a cluster of two with multicast. In a block two warpgroups multiply, and
+ * one warp loads (latent_loop.cuh). A second kernel merges the tiles that were split. Its launch
+ * overlaps the end of the first kernel.
  *
- * Not handled, left to paged_attn_plain: other head_dims, values in a tensor of their own, 8-bit
+ * Refused, served by paged_attn_plain: other head_dims, values in a tensor of their own, 8-bit
  * caches, pages that are not a multiple of 16 keys, batch-invariant calls, left windows, kv_start,
  * softcap, ALiBi, k_scale, and a `scale` that is not above 0. */
 #include "../../../core/paged.h"
@@ -40,8 +40,8 @@ __device__ __forceinline__ void write_no_keys(const LatentParams &a, const Laten
     }
 }
 
-/* Transposes a 4 x 4 matrix of words. Lane i of each quad holds column i before, and row i after.
- */
+/* Transposes a 4 x 4 matrix of words. Before the call lane i of each quad holds column i,
+ * afterwards row i. */
 __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
     const bool odd = threadIdx.x % 2, high = threadIdx.x % 4 / 2;
 #pragma unroll
@@ -57,8 +57,8 @@ __device__ __forceinline__ void quad_transpose(uint32_t (&w)[4]) {
 }
 
 /* Writes 256 columns of a row of out. A lane has columns 8 n + 2 (lane % 4) and the next one, in
- * o[4 n + 2 R] and o[4 n + 2 R + 1]. The lanes of a quad exchange them, so that each lane stores 16
- * bytes and the quad stores 64 neighbouring ones. `there` false: the row does not exist. */
+ * o[4 n + 2 R] and o[4 n + 2 R + 1]. The lanes of a quad exchange values first, so that each lane
+ * stores 16 bytes and the quad 64 consecutive bytes. `there` is false if the row does not exist. */
 template <class T, int R>
 __device__ __forceinline__ void write_out(T *out, const float (&o)[128], float factor, bool there) {
     uint4 *const to = (uint4 *)out + threadIdx.x % 4;
@@ -73,8 +73,8 @@ __device__ __forceinline__ void write_out(T *out, const float (&o)[128], float f
     }
 }
 
-/* Writes columns 256 W .. 256 W + 255 of row R of a thread's two rows: to out and lse if the worker
- * has the whole tile, otherwise to its split. */
+/* Writes columns 256 W .. 256 W + 255 of row R of a thread's two rows. If the worker has the whole
+ * tile, they go to out and lse, otherwise to the worker's split. */
 template <class T, int W, int R>
 __device__ __forceinline__ void write_row_of(const LatentParams &a, const LatentTile &x,
                                              const LatentRows &rows, int worker, int rank,
@@ -113,7 +113,7 @@ __device__ __forceinline__ void latent_consume(const LatentParams &a, const Late
             if (W == 0) write_no_keys<T>(a, x, rows);
             return;
         }
-        if (x.t0 == 0 && x.t1 < x.w.chunks) { /* rank 0 writes the record */
+        if (x.t0 == 0 && x.t1 < x.w.chunks) { /* the first block of the worker writes the record */
             record.first_row = x.s.q0 * a.p.heads_q + rows.in_sequence;
             record.rows = min(rows.left, LATENT_ROWS * a.side);
         }
@@ -183,10 +183,12 @@ __global__ void __launch_bounds__(LATENT_THREADS, 1)
 }
 
 /* ---- 3. the merge ---------------------------------------------------------------------------- */
-/* The number of blocks does not depend on the batch. A task is the work of a block's 16 warps. If a
- * tile has few splits, a warp adds all splits of one, two or four quarters of a row, so that it has
- * eight loads in flight. If it has more than many_splits, the task is a quarter of one row, and
- * each warp adds every 16th split. */
+/* The grid has a fixed number of blocks, which take tasks. A task is the work of a block's 16
+ * warps.
+ *
+ * If a tile has few splits, each warp adds all splits of one, two or four quarters of a row, so
+ * that it has eight loads in flight. If it has more than many_splits, the task is a quarter of one
+ * row, and each warp adds every 16th split. */
 constexpr int MERGE_WARPS = 16, MERGE_THREADS = MERGE_WARPS * 32;
 constexpr int MERGE_QUARTER = LATENT_DIM_V / 4; /* columns: four for each lane */
 constexpr int MERGE_WORKERS = 160;              /* the most workers: five for each lane of a warp */
@@ -200,7 +202,7 @@ struct LatentMerge {
     int first_task[MERGE_WORKERS + 1];   /* first task of the tile that worker i begins */
 };
 
-/* Quarters of a row that a warp takes; 0: the warps divide the splits. */
+/* Quarters of a row that a warp adds; 0: the 16 warps divide the splits of one quarter. */
 __device__ __forceinline__ int quarters_of(int splits) {
     constexpr int most = latent_tiles::many_splits;
     return splits <= most / 4 ? 4 : splits <= most / 2 ? 2 : splits <= most ? 1 : 0;
@@ -258,15 +260,18 @@ struct LatentSplits {
     LatentRecord record;
     int first, count;
 
-    /* where a row of a split is in sums and stats */
+    /* index of a row of a split in sums and stats */
     __device__ __forceinline__ int64_t at(int split, int row) const {
-        const int half = split == 0; /* half 1 of a worker is the split that begins a tile */
+        /* a worker's half 1 is the split that begins a tile, half 0 one that continues or ends it
+         */
+        const int half = split == 0;
         return ((int64_t)((first + split) * 2 + half) * a.side + row / LATENT_ROWS) * LATENT_ROWS +
                row % LATENT_ROWS;
     }
 };
 
-/* Some quarters of a row, summed over some of its splits. peak: the row's maximum, in log2. */
+/* The sum of some quarters of a row over some of its splits. peak: the row's maximum in log2 units.
+ */
 template <int QUARTERS> struct LatentSums {
     float4 sums[QUARTERS];
     float total, peak;
@@ -279,8 +284,8 @@ template <int QUARTERS> struct LatentSums {
     }
 
     /* Adds COUNT splits from `from` on, in steps of `step`. All loads are issued before the first
-     * value is used. quad: the lane's four columns of the first quarter. KNOWN: peak is known;
-     * otherwise these are all splits of the row, and peak is theirs. */
+     * value is used. quad: the lane's four columns of the first quarter. If KNOWN, peak was set
+     * before. Otherwise the call covers all splits of the row, and sets peak. */
     template <int COUNT, bool KNOWN>
     __device__ __forceinline__ void add(const LatentSplits &x, int row, int from, int step,
                                         int quad) {
@@ -459,14 +464,14 @@ bool plan_latent(const gk_cuda_instance *row, const gk_context *ctx, const void 
     own.page_box = cache.shape[1] % 64 == 0 ? 64 : cache.shape[1] % 32 == 0 ? 32 : 16;
     own.q_flat = heads == 1 || tokens <= 1 || q.stride[0] == heads * q.stride[1];
     own.q_box = own.q_flat ? 64 : (int)gk_min_i64(heads, 64);
-    /* a box of q has heads of one token only */
+    /* a box of q holds heads of one token only */
     if (!own.q_flat && (64 % own.q_box != 0 || heads % own.q_box != 0)) return false;
     if (tokens > 0 && heads > 0 && !tensor_map_fits(q_shape(q, own.q_flat))) return false;
     if (!tensor_map_fits(cache_shape(cache))) return false;
     own.side = own.p.seq_q * heads > LATENT_ROWS ? 2 : 1;
     own.workers = gk_gpu_of(ctx->index)->num_sms / own.side;
     if (own.workers < 1 || own.workers > MERGE_WORKERS) return false;
-    /* the list's weight is counted in 32 bits */
+    /* the kernel counts the list's weight in 32 bits */
     const int64_t weight = own.p.capacity / LATENT_KEYS + 1 + latent_tiles::tile_cost;
     const int64_t groups = own.p.seq_q * heads / (LATENT_ROWS * own.side) + 1;
     if (batch * groups > INT32_MAX || batch * groups * weight > INT32_MAX) return false;
@@ -501,7 +506,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const int merges = gk_gpu_of(ctx->index)->num_sms * latent_tiles::merge_blocks;
     x.token_blocks = x.p.cu_q ? (int)gk_ceil_div(x.p.tokens, MERGE_WARPS) : 0;
     const TensorShape cache = cache_shape(a->k_cache), q = q_shape(a->q, own.q_flat);
-    const int q_panels = own.q_box == 64 ? 3 : 1; /* of a box */
+    const int q_panels = own.q_box == 64 ? 3 : 1; /* panels in a box */
     gk_status status = make_tensor_map(op, q, wgmma_box(2, own.q_box, q_panels), &x.q);
     if (status == GK_OK) status = make_tensor_map(op, cache, wgmma_box(2, own.page_box), &x.cache);
     if (status != GK_OK) return status;

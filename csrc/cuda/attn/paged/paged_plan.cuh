@@ -1,21 +1,26 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_plan.cuh: how the work of paged_attn is divided, and how partial results of warps and
- * blocks are merged. The kernels that stream a cache (paged_attn_sm80, paged_attn_f32,
- * paged_attn_sm90a) use it. paged_latent_sm90a uses only the functions for out (section 3).
+/* paged_plan.cuh: how the work of paged_attn is divided among blocks, and how the partial results
+ * of warps and blocks are merged. paged_attn_sm80, paged_attn_f32, paged_codes_sm80 and
+ * paged_attn_sm90a use it. paged_latent_sm90a uses only the functions that write out (section 3).
  *
- * A row is one query token and one head of the group that shares a kv head. A kernel takes `lanes`
- * rows together. A tile is (sequence, `lanes` rows, a set of neighbouring kv heads). The keys of a
- * tile are cut into chunks; a chunk is one step of KEYS keys for each warp of the block.
+ * Terms:
  *
- * All tiles form one list of chunks. Each tile's chunks follow TILE_COST extra ones, which
- * represent the cost of starting a tile. Each block takes the same number of chunks. The list
- * depends on the lengths only. A block that has a whole tile writes out. Otherwise it writes a
- * split (O, max, sum) to the workspace. The splits of a tile are merged in order, by a second
- * kernel (paged_combine.cuh) or, in paged_attn_sm90a, by the last block to arrive (paged_join.cuh).
- * A block leaves at most two splits: one of the tile that it shares with the block before, one of
- * the tile that it shares with the block after.
+ *   row     one query token and one head of the group that shares a kv head
+ *   tile    `lanes` rows of a sequence and a set of neighbouring kv heads, with all their keys
+ *   chunk   one step of KEYS keys for each warp of the block; the keys of a tile are cut into chunks
+ *   split   the result of a block for a part of a tile's keys: O, not divided, and (max, sum)
  *
- * Even shares: Stream-K, Osama et al. 2023. Splits of keys: Flash-Decoding, Dao et al. 2023. */
+ * All tiles form one list of chunks, which depends on the lengths only. Each tile starts with
+ * TILE_COST extra chunks, which represent the cost of starting it. Each block takes the same number
+ * of chunks of the list.
+ *
+ * A block that has a whole tile writes out. Otherwise it writes a split to the workspace. A block
+ * has at most two splits: one of the tile that it shares with the block before, and one of the tile
+ * that it shares with the block after. The splits of a tile are merged in order, by a second kernel
+ * (paged_combine.cuh) or, in paged_attn_sm90a, by the last block to arrive (paged_join.cuh).
+ *
+ * Equal shares of a list: Stream-K, Osama et al. 2023. Splits of keys: Flash-Decoding, Dao et al.
+ * 2023. */
 #ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
 #define GPUKERN_CUDA_PAGED_PLAN_CUH
 
@@ -32,11 +37,11 @@ constexpr int KEYS = paged_plan::keys, TILE_COST = paged_plan::tile_cost;
 /* ---- 1. the plan ----------------------------------------------------------------------------- */
 struct Call {
     Paged p;
-    int block_heads, head_sets; /* neighbouring kv heads of a block; number of such sets */
+    int block_heads, head_sets; /* neighbouring kv heads of a block; number of such sets of heads */
     int blocks;
     int lanes, chunk_keys; /* rows of a tile; keys of a chunk: KEYS x (warps / block_heads) */
-    /* paged_attn_sm90a only: no tile is split; a tile belongs to the block in whose share it
-     * begins */
+    /* paged_attn_sm90a only: no tile is split. A tile belongs to the block in whose share it
+     * begins. */
     bool whole_tiles;
     struct SharedTile *shared; /* workspace, [blocks][2]; NULL if no tile is shared */
     float2 *stats;             /* [blocks][2][block_heads][lanes]: (max, sum) of a split */
@@ -44,8 +49,8 @@ struct Call {
     float *sums;
 };
 
-/* A tile of which several blocks have splits. Entry [0] of a block: a tile that an earlier block
- * began. Entry [1]: a tile that this block began and that continues in the next one. */
+/* A tile that several blocks share. Each block has two entries. Entry [0] is a tile that an earlier
+ * block began. Entry [1] is a tile that this block began and that continues in the next one. */
 struct SharedTile {
     int first, last; /* first and last of these blocks; last -1: no such tile */
     /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
@@ -95,12 +100,12 @@ __device__ __forceinline__ Index block_scan(Index x, Index *scratch, Index *tota
     return before + upto - x;
 }
 
-/* A block's share of a tile, and this warp's part of it. The keys of step i start at first_key +
- * i chunk_keys, for i in [step0, steps); the warp reads those in [lo, hi). */
+/* A block's share of a tile, and the part of it that this warp reads. The keys of step i start at
+ * first_key + i chunk_keys, for i in [step0, steps). The warp reads those in [lo, hi). */
 struct TileShare {
     PagedSequence s;
     int b, row0, last_row, head_set;
-    /* leading: a block before this one began the tile; whole: no other block has any of it */
+    /* leading: an earlier block began the tile; whole: no other block has a part of it */
     bool leading, whole;
     int head_kv;
     int lo, hi;             /* keys that some row sees */
@@ -148,12 +153,12 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
     return there;
 }
 
-/* A warp's ring: STAGES steps of its keys are in flight, one group of copies each; the oldest is
- * read next. */
+/* A warp's ring of stages. The next STAGES steps of the warp's keys are in flight, one group of
+ * copies each. The oldest stage is read next. */
 template <class T, class Tile, int STAGES> struct Ring {
     static constexpr int stage_bytes = 2 * Tile::bytes;
     static_assert(KEYS * STAGES <= 64, "a bit a key on the way");
-    /* pages of the step after the last one issued: they are looked up one step early */
+    /* pages of the next step to be copied, which are looked up one step early */
     Keys keys;
     uint64_t there; /* 16 bits for each stage, the oldest lowest */
     int at;         /* offset of the oldest stage in bytes */
@@ -168,7 +173,7 @@ template <class T, class Tile, int STAGES> struct Ring {
             fill(c, work, work.step0 + stage, stage, ring_s + stage * stage_bytes);
     }
 
-    /* Called when all lanes have read `step`: its stage takes the keys of step + STAGES. */
+    /* Called when all lanes have read `step`. Refills its stage with the keys of step + STAGES. */
     __device__ __forceinline__ void next(const Call &c, const TileShare &work, smem_addr ring_s,
                                          int step) {
         there >>= 16;
@@ -189,8 +194,8 @@ template <class T, class Tile, int STAGES> struct Ring {
 };
 
 /* ---- 3. out and splits ----------------------------------------------------------------------- */
-/* Turns a row's maximum and sum, with the sink and the scale of v, into the factor of O and the
- * row's lse. */
+/* Computes the factor of O and the lse of a row from its maximum and sum, the sink and the scale of
+ * v. */
 __device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak, float sum) {
     const RowSum x = row_sum<ExpFull>(peak, sum, sink_of(p.rules, head));
     const float v_scale = paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
@@ -198,7 +203,7 @@ __device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak
 }
 
 template <class T> __device__ __forceinline__ void store_4(T *out, float4 x, float factor) {
-    /* an empty row's sums are 0, and so is its factor */
+    /* a row without keys has sum 0 and gets factor 0 */
     *(uint2 *)out =
         make_uint2(pack2<T>(x.x * factor, x.y * factor), pack2<T>(x.z * factor, x.w * factor));
 }
@@ -307,15 +312,17 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
 }
 
 /* ---- 4. the loop over a block's shares ------------------------------------------------------- */
-/* This block's chunks [begin, end), the sequence that holds the first one (`found`), and that
- * sequence's first chunk (`found_at`). Index: a type that holds the number of all chunks. */
+/* This block's chunks [begin, end) of the list; the sequence that holds the first of them
+ * (`found`); and the first chunk of that sequence (`found_at`). Index: a type that can count all
+ * chunks. */
 template <int WARPS_, class Index = int64_t> struct Chunks {
     Index scratch[WARPS_], found_at;
     int found;
     Index begin, end, share;
 };
 
-/* The cost of the sequence that this thread counts in find_chunks. */
+/* The number of chunks of the sequence that this thread counts in find_chunks, with TILE_COST for
+ * each tile. */
 __device__ __forceinline__ int64_t own_cost(const Call &c) {
     return threadIdx.x < c.p.batch ? work_of(c, paged_sequence(c.p, threadIdx.x)).cost : 0;
 }
@@ -358,8 +365,7 @@ __device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_, Index>
     return true;
 }
 
-/* Writes the SharedTile entry of a tile that other blocks share. own: the tile's first chunk.
- * One thread. */
+/* Records a tile that other blocks share. own: the tile's first chunk. One thread calls it. */
 __device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare &x, int64_t own,
                                             int chunks, int64_t share) {
     shared[!x.leading] = {(int)(own / share),
@@ -382,7 +388,7 @@ __device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
     if (!find_chunks<WARPS_, int64_t>(c, plan, own_cost(c))) return;
     int64_t next = plan.found_at; /* the first chunk of sequence b */
 
-    /* sequence by sequence, tile by tile */
+    /* all tiles of which the block has chunks, in the order of the list */
     for (int b = plan.found; next < plan.end; ++b) {
         const PagedSequence s = paged_sequence(p, b);
         const Work w = work_of(c, s);
@@ -391,7 +397,7 @@ __device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
         const int num_tiles = w.row_groups * c.head_sets;
         for (int tile = (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile);
              tile < num_tiles; ++tile) {
-            /* where the tile's chunks begin */
+            /* first chunk of the tile, after its TILE_COST */
             const int64_t own = first + tile * w.cost_of_tile + TILE_COST;
             const int row_group = tile / c.head_sets, head_set = tile - row_group * c.head_sets;
             const int row0 = row_group * c.lanes, last_row = min(row0 + c.lanes, w.rows) - 1;
@@ -426,9 +432,9 @@ struct PagedKey {
         HEAD_DIM,
         LANES,
         WARPS,
-        BLOCKS,   /* of an SM */
+        BLOCKS,   /* blocks on an SM */
         SMEM,     /* bytes of shared memory */
-        MOST_ROWS /* of a sequence; 0: any number */
+        MOST_ROWS /* most rows of a sequence; 0: any number */
     };
 };
 
@@ -444,16 +450,16 @@ inline Sizes sizes_of(const gk_cuda_instance *instance, const gk_context *ctx,
     Sizes z = {};
     const int64_t heads_kv = a->k_cache.shape[2];
     z.blocks = gk_gpu_of(ctx->index)->num_sms * instance->key[PagedKey::BLOCKS];
-    /* Blocks with neighbouring heads read whole cache lines, but make fewer tiles and so more
-     * splits of each. */
+    /* With neighbouring heads, blocks read whole cache lines. But there are fewer tiles, so each is
+     * cut into more splits. */
     const int64_t few = z.blocks / paged_plan::splits, batch = a->seq_lens.shape[0];
     z.block_heads = 1;
     for (int n = 2; n <= instance->key[PagedKey::WARPS] && heads_kv > 0 && heads_kv % n == 0 &&
                     batch * (heads_kv / n) >= few;
          n *= 2)
         z.block_heads = n;
-    /* If a row of the block table holds at most one chunk, a tile is one chunk and nobody shares
-     * it. Then there is no second launch and no workspace. */
+    /* If a row of the block table holds at most one chunk, every tile is one chunk and no two
+     * blocks share it. Then there is no second launch and no workspace. */
     const int64_t chunk_keys = KEYS * (instance->key[PagedKey::WARPS] / z.block_heads);
     z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > chunk_keys;
     if (!z.combines) return z;
@@ -483,7 +489,7 @@ inline bool serves(const gk_cuda_instance *instance, const gk_context *ctx,
            in_16_bytes(a->out) && smem_fits(ctx, instance->key[PagedKey::SMEM] + 1024);
 }
 
-/* A plan's own data: the launch, without the addresses in the workspace. */
+/* What a plan keeps: the launch, without the addresses in the workspace. */
 struct Planned {
     Sizes sizes;
     Call call;

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_stream.cuh: what a warp of paged_attn_sm90a loads, and in which order.
  *
- * A share is a warp's part of one tile (paged_plan.cuh). A block in a cluster has a single share. A
- * block of the flat list has several, and a Source yields them one after the other. There each warp
- * has two Sources: one for what it multiplies, and one some steps ahead for what it loads. So the
- * ring of a warp continues from one sequence into the next without a gap.
+ * A share is a warp's part of one tile (paged_plan.cuh). A block of a cluster has a single share. A
+ * block of the list has several, and a Source yields them one after the other. Each warp then has
+ * two Sources: one for the step that it multiplies, and one for the step that it loads, which is
+ * some steps further. So the warp's ring continues from one sequence into the next without a gap.
  *
- *  ring of a warp   `stages` stages of KEYS rows of K and KEYS rows of V, each with a full barrier.
+ * ring of a warp   `stages` stages of KEYS rows of K and KEYS rows of V, each with a full barrier.
  *                   One lane issues the copies. There is no block-wide barrier.
- *  page numbers     Each lane looks up one box, so one load finds 32 boxes, while the table entries
- *                   of the next 32 are in flight. A box is the part of a step that is in one page.
- *                   A box without a page gets coordinates outside the tensor, so that TMA fills it
- *                   with zeros. */
+ * page numbers     Each lane looks up one box, so one load finds 32 boxes. The table entries of the
+ *                   next 32 boxes are in flight. A box is the part of a step that is in one page. A
+ *                   box without a page gets coordinates outside the tensor, so that TMA fills it
+ *                   with zeros.
+ */
 #ifndef GPUKERN_CUDA_PAGED_STREAM_CUH
 #define GPUKERN_CUDA_PAGED_STREAM_CUH
 
@@ -45,7 +46,8 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
     m.scales = m.barriers + warps * stages * 8;
     m.inbox_barrier = m.scales + warps * stages * 16;
     m.inbox = m.chunks = (m.inbox_barrier + 8 + 15) / 16 * 16;
-    /* the inbox: 32 bytes for each quad of columns that a block merges, from each block */
+    /* the inbox: each block of the cluster sends 32 bytes for each quad of columns that this block
+     * merges */
     m.total = cluster ? m.inbox + lanes * head_dim * 8 + 8 * 32
                       : m.chunks + (int)sizeof(Chunks<LIST_WARPS, int>);
     return m;
@@ -54,19 +56,20 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
 struct StreamParams {
     Call c; /* c.shared is NULL */
     /* Workspace, [blocks][LIST_WARPS]. For the tile that a block began, and for each of its heads:
-     * the number of splits that are stored so far. */
+     * the number of splits that have been stored so far. */
     unsigned *arrived;
     CUtensorMap k, v;
     CodeScale k_scale, v_scale; /* scales of codes for each page and head */
     bool by_page;               /* at least one of the two exists */
-    /* blocks of a cluster that share a tile; 1: one block for each tile; 0: the flat list */
+    /* The form of the kernel. 2 to 8: that many blocks of a cluster share a tile. 1: one block for
+     * each tile. 0: the list. */
     int ranks;
     int ranks_log2;
-    int first_b;               /* in a cluster: the sequence of blockIdx.z == 0 */
+    int first_b;               /* clusters: the sequence of blockIdx.z == 0 */
     int warps, stages, boxes;  /* boxes: 1 or 2, the number of pages that a step spans */
     Divisor of_page, of_group; /* by block_size; by the number of heads that share a kv head */
-    Divisor of_step;           /* in a cluster: by the keys from a warp's step to its next one */
-    Divisor of_chunk;          /* in the list: by the keys of a chunk */
+    Divisor of_step;           /* clusters: by the keys from a warp's step to its next one */
+    Divisor of_chunk;          /* list: by the keys of a chunk */
     /* no window, no kv_start, no cu_q: the keys of a sequence are [0, its length) */
     bool plain;
     bool is_f16;      /* with EitherHalf: q and out are float16, otherwise bfloat16 */
@@ -86,7 +89,8 @@ __device__ __forceinline__ int token_of(const StreamParams &a, int row) {
     return (int)a.of_group.into((uint32_t)row);
 }
 
-/* Finds the keys that some row and that all rows of the tile see. */
+/* Computes the range of keys that some row of the tile sees, and the range that all its rows see.
+ */
 __device__ __forceinline__ void see_keys(TileShare &x, const StreamParams &a) {
     const int first = token_of(a, x.row0), last = token_of(a, x.last_row);
     x.lo = x.s.lo(first);
@@ -102,7 +106,7 @@ __device__ __forceinline__ void see_steps(TileShare &x, int stride, int most) {
     x.steps = min(most, x.hi > x.first_key ? (x.hi - x.first_key - 1) / stride + 1 : 0);
 }
 
-/* A warp's steps over the visible keys of a cluster's tile. */
+/* Computes a warp's steps over the visible keys of a tile, in the cluster form. */
 template <int STEP_KEYS>
 __device__ __forceinline__ void cluster_steps(const StreamParams &a, Share &share) {
     TileShare &x = share.x;
@@ -132,8 +136,8 @@ __device__ __forceinline__ void cluster_share(const StreamParams &a, Share &shar
     cluster_steps<STEP_KEYS>(a, share);
 }
 
-/* The part of cluster_share that the loader needs, for a plain call. It uses the length only,
- * because these instructions delay the first copy. */
+/* The part of cluster_share that the loader needs, for a plain call. It reads only the length,
+ * because its instructions delay the first copy. */
 template <int STEP_KEYS>
 __device__ __forceinline__ void plain_share(const StreamParams &a, Share &share) {
     const Paged &p = a.c.p;
@@ -154,15 +158,15 @@ __device__ __forceinline__ int plain_tiles(const StreamParams &a) {
     return (a.c.p.seq_q * a.c.p.group + a.c.lanes - 1) / a.c.lanes * a.c.head_sets;
 }
 
-/* The length of the sequence that this thread counts. The previous kernel may still be writing it,
- * so the load must bypass L1. */
+/* The length of the sequence that this thread counts. The load must bypass L1, because the previous
+ * kernel may still write the length. */
 __device__ __forceinline__ int own_length(const StreamParams &a) {
     const Paged &p = a.c.p;
     return threadIdx.x < p.batch ? __ldcg(p.lens + threadIdx.x * p.lens_step) : 0;
 }
 
-/* Prefetches the table entries and q of the block's first share into L2. The lengths may change
- * before the kernel really reads them, so the result is a guess; it is never out of bounds. */
+/* Prefetches the table entries and q of the block's first share into L2. The share is a guess,
+ * because the lengths may change before the kernel reads them. It is never out of bounds. */
 template <class Pages>
 __device__ __forceinline__ void prefetch_share(const StreamParams &a,
                                                const Chunks<LIST_WARPS, int> &plan) {
@@ -186,7 +190,7 @@ __device__ __forceinline__ void prefetch_share(const StreamParams &a,
                         line);
 }
 
-/* The shares of the flat list. */
+/* Yields the shares of the list, one after the other. */
 template <int STEP_KEYS> struct Source {
     int b, tile; /* the next tile; tile -1: sequence b has not been looked at yet */
     int first;   /* first chunk of sequence b */
@@ -198,7 +202,7 @@ template <int STEP_KEYS> struct Source {
     }
 
     /* Finds the next tile of which the block has chunks, or the next tile without keys whose result
-     * the block must write. Returns false if there is none. */
+     * the block must write. Returns false if there is no such tile. */
     __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS, int> &plan,
                                          Share &share) {
         const Call &c = a.c;
@@ -213,7 +217,7 @@ template <int STEP_KEYS> struct Source {
                 const int own = first + tile * (int)w.cost_of_tile + TILE_COST;
                 const bool begins = own - TILE_COST >= plan.begin && own - TILE_COST < plan.end,
                            empty = w.chunks == 0 && begins;
-                /* later tiles begin even later */
+                /* all later tiles begin after the block's share */
                 if (own - (c.whole_tiles ? TILE_COST : 0) >= plan.end && !empty) return false;
                 int chunk0 = max(plan.begin - own, 0), chunk1 = min(plan.end - own, w.chunks);
                 if (c.whole_tiles) {
@@ -249,17 +253,16 @@ template <int STEP_KEYS> struct Source {
 /* ---- 3. the ring ----------------------------------------------------------------------------- */
 template <class Pages, bool CLUSTERS> struct Loader {
     static constexpr int stage_bytes = 2 * Pages::tile_bytes;
-    Source<Pages::KEYS> source; /* of the list */
+    Source<Pages::KEYS> source; /* used by the list only */
     /* of the share that is being loaded */
     int b, head_kv, first_key, stride, step, steps, lo, hi;
     int base;      /* the step of lane 0's box */
     int page, row; /* this lane's box */
-    /* the box 32 boxes later, not yet checked; next_row -1: no box */
+    /* the box that is 32 boxes further, not checked yet; next_row -1: there is no box */
     int next_page, next_row;
     bool ahead; /* next_page and next_row are loaded */
     float k_scale, v_scale;
-    /* in a cluster: a table entry that was loaded before the length was known, and the key that it
-     * is for */
+    /* clusters: a table entry that was loaded before the length was known, and its key */
     int early_page, early_key;
     int stage, on_the_way;
     /* Two bits for each stage, one for each box. 0: the box has visible keys, but no valid page. */
@@ -294,8 +297,9 @@ template <class Pages, bool CLUSTERS> struct Loader {
         return key < p.capacity ? key : -1;
     }
 
-    /* Loads the first table entries at the same time as the length, not after it. Entries past the
-     * length are not used. With a window, look_up needs other keys and loads those entries. */
+    /* Loads the first table entries at the same time as the length instead of after it. Entries
+     * past the length are not used. With a window look_up needs other keys, and loads their entries
+     * itself. */
     __device__ __forceinline__ void load_early(const StreamParams &a) {
         const int *entry;
         early_key = early_place(a, &entry);
@@ -319,8 +323,9 @@ template <class Pages, bool CLUSTERS> struct Loader {
             page_ = p.table[b * p.table_row + entry * p.table_entry];
     }
 
-    /* Checks what look_up has loaded. A box without keys or without a valid page gets coordinates
-     * outside the tensor. Its scale of v is 0, so that it does not raise v_base of the rows. */
+    /* Checks a table entry that look_up has loaded. A box without keys or without a valid page gets
+     * coordinates outside the tensor. Its scale of v is set to 0, so that it does not raise v_base
+     * of the rows. */
     __device__ __forceinline__ void accept(const StreamParams &a, int page_, int row_) {
         const Paged &p = a.c.p;
         k_scale = v_scale = 0;
@@ -380,7 +385,7 @@ template <class Pages, bool CLUSTERS> struct Loader {
             ++on_the_way;
             stage = stage + 1 == a.stages ? 0 : stage + 1;
         }
-        look_ahead(a); /* after the copies, so that they do not wait for it */
+        look_ahead(a); /* issued after the copies, which then do not wait for it */
     }
 
     __device__ __forceinline__ void issue(const StreamParams &a) {

@@ -229,12 +229,10 @@ __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
  * a quad; t = lane % 4.
  *
  * Q K^T  A sum over columns may add them in any order. So of each 32 columns, lane t loads the
- * eight
- *         that begin at 8 t, of both rows of q and of keys g and g + 8.
- * P V    Of each 64 columns, lane (g, t) loads columns 8 g .. 8 g + 7 of keys 2 t, 2 t + 1, 8 + 2 t
- *         and 9 + 2 t. The e-th mma multiplies columns 8 g + e, so that o[e] holds columns 16 t + e
- *         and 16 t + 8 + e of the lane's two rows.
- */
+ *        eight that begin at 8 t, of both rows of q and of keys g and g + 8.
+ * P V    Of each 64 columns, lane (g, t) loads columns 8 g .. 8 g + 7 of keys 2 t, 2 t + 1,
+ *        8 + 2 t and 9 + 2 t. The e-th mma multiplies columns 8 g + e, so that o[e] holds columns
+ *        16 t + e and 16 t + 8 + e of the lane's two rows. */
 template <class T, gk_dtype STORED>
 __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     constexpr bool CODES = STORED != element<T>::dtype;
