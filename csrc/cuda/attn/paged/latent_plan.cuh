@@ -1,27 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* latent_plan.cuh: how paged_latent_sm90a divides its work.
  *
- * A row is one query token and one head. A worker is `side` (1 or 2) neighbouring thread blocks,
- * each with 64 rows of the same sequence. They read the same keys at nearly the same time, so the
- * second block reads them from L2. The 64 x side rows of a worker are a group. A group together
- * with all the keys that it sees is a tile. Keys are read in chunks of 64.
+ * Terms. A row is one query token and one head. A worker is `side` (1 or 2) neighbouring thread
+ * blocks, each with 64 rows of the same sequence. They read the same keys at nearly the same time,
+ * so the second block finds them in L2. A group is the 64 x side rows of a worker. A tile is a
+ * group with all the keys that it sees. Keys are read in chunks of 64.
  *
- * All tiles form one list. A tile's weight in it is its number of chunks plus tile_cost. Each
- * worker takes a share of the list, of one of three kinds:
+ * All tiles form one list. The weight of a tile is its number of chunks plus tile_cost. Each worker
+ * takes a share of the list. There are three kinds of shares:
  *
- *   whole tiles    if that takes at most `slack` chunks longer than equal shares. Then no tile is
- *                  split, and nothing is merged.
- *   parts of tiles if the tiles are of nearly equal length and no more than the workers. Each tile
- *                  is cut into the same number of equal parts, and a worker takes one part.
+ *   whole tiles    if the longest share exceeds an equal one by at most `slack` chunks. Then no
+ *                  tile is split, and nothing is merged.
+ *   parts of tiles if the tiles are of nearly equal length and there are no more tiles than
+ *                  workers. Each tile is cut into the same number of equal parts, one for each
+ *                  worker.
  *   equal shares   otherwise. A boundary within `snap` chunks of a tile's end moves to that end,
  *                  because a split of a few chunks costs more than it gains in balance.
  *
- * A block reads two chunks at a time, so tiles are split between pairs of chunks only.
+ * A block reads two chunks at a time, so tiles are split only between pairs of chunks.
  *
  * A worker that has a whole tile writes out. Otherwise it writes a split (O, maximum and sum) and a
- * record to the workspace, and a second kernel (paged_latent_sm90a.cu) merges the splits in order.
- * A worker has at most two splits: one of a tile that an earlier worker began, and one of a tile
- * that a later worker ends.
+ * record to the workspace. A second kernel (paged_latent_sm90a.cu) merges the splits in order. A
+ * worker has at most two splits: one of a tile that an earlier worker began, and one of a tile that
+ * a later worker ends.
  *
  * The division depends only on the lengths, which are on the device. Each worker computes its own
  * share from them, so the launch does not depend on the lengths. */
@@ -38,7 +39,7 @@ namespace {
 constexpr int LATENT_ROWS = 64, LATENT_KEYS = 64; /* rows of a block; keys of a chunk */
 constexpr int LATENT_DIM = 576, LATENT_DIM_V = 512;
 
-/* Tells the merge which tiles a worker has a part of. */
+/* For the merge: the tiles of which a worker has a part. */
 struct LatentRecord {
     /* The tile that this worker begins but does not end has rows [first_row, first_row + rows) of
      * out. rows 0: there is no such tile. */
@@ -76,16 +77,18 @@ __device__ __forceinline__ LatentWork latent_work(const LatentParams &a, const P
 }
 
 /* ---- 2. a worker's share --------------------------------------------------------------------- */
-/* The range [lo, hi) of the list, counted in chunks, or in tiles if by_tile. Tile (b, group) begins
- * at `at` <= lo. by_tile: the worker takes part `part` of `parts` of each of its tiles. */
+/* A worker's share: the range [lo, hi) of the list, counted in chunks, or in tiles if by_tile. Tile
+ * (b, group) begins at `at` <= lo. If by_tile, the worker takes part `part` of `parts` of each of
+ * its tiles. */
 struct LatentShare {
     int b, group, at, lo, hi;
     bool by_tile;
     int part, parts;
 };
 
-/* Moves boundary x to the beginning or the end of its tile, if that is near, otherwise to the
- * beginning of a pair of chunks. The tile begins at chunk `at` of the list. */
+/* Adjusts a boundary x between two shares. If the beginning or the end of its tile is near, x moves
+ * there, otherwise to the beginning of a pair of chunks. The tile begins at chunk `at` of the list.
+ */
 __device__ __forceinline__ int latent_snap(int x, int at, int weight) {
     const int before = x - at - latent_tiles::tile_cost, after = at + weight - x;
     if (before <= latent_tiles::snap) return at;
@@ -99,27 +102,30 @@ struct LatentDivision {
     int parts;          /* of each tile, if by_tile */
 };
 
-/* weight: of all tiles. most, least: the largest and the smallest weight of a tile. */
+/* Decides how the list is divided. weight: the sum over all tiles. most, least: the largest and the
+ * smallest weight of a tile. */
 __device__ __forceinline__ LatentDivision latent_divide(int weight, int tiles, int most, int least,
                                                         int workers) {
     typedef latent_tiles tuned;
     const int each = weight / workers + tuned::slack;
-    const int together = tiles ? (tiles + workers - 1) / workers : 1; /* tiles of a worker */
+    /* tiles that each worker takes */
+    const int together = tiles ? (tiles + workers - 1) / workers : 1;
     if (together * most <= each) return {tiles, (tiles + together - 1) / together, true, 1};
     const int most_parts = workers / tiles;
     if (most_parts > 0 && most - least <= tuned::slack && weight / (most_parts * tiles) <= each) {
-        const int chunks = least - tuned::tile_cost; /* of the shortest tile */
+        const int chunks = least - tuned::tile_cost; /* chunks of the shortest tile */
         const int parts = max(1, min(most_parts, (chunks + 1) / tuned::least));
         return {tiles, tiles * parts, true, parts};
     }
     return {weight, max(1, min(workers, weight / tuned::least)), false, 1};
 }
 
-/* The first chunk of a part of a tile. It is even. A tile has at least as many pairs as parts, so
- * no part is empty. */
+/* The first chunk of a part of a tile, which is even. A tile has at least as many pairs of chunks
+ * as parts, so no part is empty. */
 __device__ __forceinline__ int latent_part(int chunks, int part, int parts) {
     const int pairs = (chunks + 1) / 2, each = pairs / parts;
-    return 2 * (each * part + min(part, pairs - each * parts)); /* the first parts have one more */
+    /* the remainder goes to the first parts */
+    return 2 * (each * part + min(part, pairs - each * parts));
 }
 
 /* Finds the share of a worker. One warp. */
@@ -150,10 +156,10 @@ __device__ __forceinline__ void latent_plan(const LatentParams &a, int worker, L
     if (lane == 0)
         *out = {p.batch,        0,    (int)total, (int)total, (int)total, division.by_tile,
                 worker % parts, parts};
-    __syncwarp(); /* the empty share is stored; what is found below overwrites it */
+    __syncwarp(); /* lane 0's empty share is stored before the code below overwrites it */
     if (!any) return;
 
-    /* 2.2 the tiles that hold its boundaries */
+    /* 2.2 the tiles in which the share begins and ends */
     int before = 0;
     for (int b0 = 0; b0 < p.batch && before <= hi; b0 += 32) {
         const int b = b0 + lane;
@@ -192,8 +198,8 @@ struct LatentTile {
     __device__ __forceinline__ bool whole() const { return t0 == 0 && t1 == w.chunks; }
 };
 
-/* Calls f(tile) for each tile of the share. The bounds of f's loops come from loads. The shuffles
- * prove to the compiler that they are the same in all lanes; without that it serialises wgmma
+/* Calls f(tile) for each tile of the share. The loop bounds of f come from loads. The shuffles
+ * prove to the compiler that the bounds are the same in all lanes. Without them it serialises wgmma
  * (C7520). */
 template <class F>
 __device__ __forceinline__ void each_latent_tile(const LatentParams &a, const LatentShare &share,

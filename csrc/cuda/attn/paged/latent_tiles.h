@@ -9,8 +9,8 @@ struct latent_tiles {
     /* Cost of a tile beside its chunks (loading Q, the first loads, the result), in chunks of 64
      * keys. */
     static constexpr int tile_cost = 3;
-    /* A worker may take this many chunks more than an equal share, if then no tile is split. With
-     * splits of nearly every tile, they cost 60 of 300 us (128 sequences of 4k, 128 heads). */
+    /* A worker may take this many chunks more than an equal share if then no tile is split. If
+     * nearly every tile is split, the splits cost 60 of 300 us (128 sequences of 4k, 128 heads). */
     static constexpr int slack = 6;
     /* a boundary of shares moves to a tile's end that is at most this many chunks away */
     static constexpr int snap = 2;

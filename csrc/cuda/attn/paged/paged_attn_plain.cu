@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment, head_dim
- * and number of query tokens, including 8-bit caches. It serves float64 and what the other kernels
- * refuse.
+ * and number of query tokens, including 8-bit caches. It serves float64, and every call that the
+ * other kernels refuse. It is not tuned for speed: heads of a group and tokens of a sequence share
+ * nothing.
  *
  *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
  *  with j in [lo(t), hi(t))
@@ -14,16 +15,14 @@
  * in turn. In a warp
  *
  *  2.1 a lane owns a key: the dot product, with q from shared memory
- *  2.2 a lane owns columns of v: weights by shuffle
+ *  2.2 a lane owns columns of v: the weights come from the other lanes by shuffle
  *
- * At the end the warps' sums are merged through shared memory. Bytes of shared memory at float64,
+ * At the end the warps' sums are merged through shared memory. Bytes of shared memory in float64,
  * for instances of head_dim up to 256 and of head_dim up to 576:
  *
  *  q        D doubles              2048    4608
  *  o        warps x Dv sums        8192   18432
- *  stats    warps x (max, sum)       64      64
- *
- * This kernel is not tuned for speed: heads of a group and tokens of a sequence share nothing. */
+ *  stats    warps x (max, sum)       64      64 */
 #include "../../../core/paged.h"
 #include "../../tile/codes.cuh"
 #include "../../tile/convert.cuh"
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, MAX_DIM > NARROW ? 2 : 3)
         const int j = j0 + lane;
         const int page = j < hi ? page_of_key(p, b, j) : -1; /* -1: no key */
         const int in_page = j % p.block_size;
-        /* 2.1 */
+        /* 2.1 the score of this lane's key */
         W logit = -INFINITY, v_factor = 1;
         if (page >= 0) {
             const Row k(p.k.data, p.k.at(page, head_kv, in_page), x.stored);
@@ -135,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, MAX_DIM > NARROW ? 2 : 3)
         const W shrink = softmax.raise(warp_max(logit)), weight = softmax.weight(logit);
         softmax.sum = softmax.sum * shrink + weight;
         const W of_v = CODES ? weight * v_factor : weight;
-        /* 2.2: sums over these keys first, then added to the others: short sums round less */
+        /* 2.2 sums over these 32 keys alone, then added to the others: short sums round less */
         W y[COLS] = {};
         for (int r = 0; r < 32; ++r) {
             const int page_r = __shfl_sync(0xffffffffu, page, r),

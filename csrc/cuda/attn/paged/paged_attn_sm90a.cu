@@ -2,8 +2,8 @@
 /* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, on Hopper. q has
  * 16 bits; pages have q's dtype or 8-bit codes. Reading the cache bounds the time.
  *
- * out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale with j in [lo(t),
- * hi(t))
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
+ *  with j in [lo(t), hi(t))
  *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023;
@@ -11,13 +11,13 @@
  *
  * Work split. The kernel has three forms, and choose_ranks picks one from the shapes.
  *
- * list      One block of 8 warps on each SM. The chunks of keys of all tiles form one list
+ *  list      One block of 8 warps on each SM. The chunks of keys of all tiles form one list
  *            (paged_plan.cuh), and each block takes an equal share of it. The last block of a tile
  *            merges its splits (paged_join.cuh). For any lengths and any number of tokens.
- * clusters  A cluster of 2, 4 or 8 blocks for each sequence and kv head. Its blocks exchange sums
+ *  clusters  A cluster of 2, 4 or 8 blocks for each sequence and kv head. Its blocks exchange sums
  *            through shared memory, so there is one launch and no workspace. For few sequences, and
  *            for many long ones.
- * tiles     A block of 4 warps for each sequence and kv head, with three or more blocks on an SM.
+ *  tiles     A block of 4 warps for each sequence and kv head, with three or more blocks on an SM.
  *            There is no scan of the lengths, no split and no merge. For many sequences with short
  *            block tables.
  *

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_combine.cuh: the second kernel of paged_attn_sm80 and paged_attn_f32. It merges the
- * tiles that several blocks share (paged_plan.cuh), in the order of their splits, and zeroes
- * tokens of no sequence. paged_attn_sm90a merges in its own kernel (paged_join.cuh). */
+/* paged_combine.cuh: the second kernel of paged_attn_sm80, paged_codes_sm80 and paged_attn_f32. It
+ * merges the tiles that several blocks share (paged_plan.cuh), in the order of their splits. It
+ * also zeroes the results of tokens that belong to no sequence. paged_attn_sm90a merges in its own
+ * kernel (paged_join.cuh). */
 #ifndef GPUKERN_CUDA_PAGED_COMBINE_CUH
 #define GPUKERN_CUDA_PAGED_COMBINE_CUH
 
@@ -22,7 +23,7 @@ template <class T> __device__ __forceinline__ void clear_unowned_token(const Pag
         ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
 }
 
-/* Merges four columns, from 4 quad on, of a row over the splits of blocks from, from + step, and so
+/* Merges columns 4 quad .. 4 quad + 3 of a row over the splits of blocks from, from + step, and so
  * on up to last. first: the block that began the tile. there: the row has these columns. Loads
  * SPLITS splits at a time. */
 template <int SPLITS>
@@ -58,9 +59,9 @@ __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from,
     return all;
 }
 
-/* One block for each split. The blocks of a tile's splits divide its rows among them. This keeps
- * every warp busy with many splits of a small tile as well as with few splits of a large one. In
- * the blocks after those, a warp checks whether a token belongs to a sequence. */
+/* The first blocks of the grid: one for each split. The blocks of a tile's splits divide its rows
+ * among them. So every warp is busy with many splits of a small tile as well as with few splits of
+ * a large one. In the remaining blocks each warp checks whether a token belongs to a sequence. */
 template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
     const Paged &p = c.p;
     __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */

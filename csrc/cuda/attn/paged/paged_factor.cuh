@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_factor.cuh: the factor of Q K^T in kernels that multiply each sum once: scale k_scale. */
+/* paged_factor.cuh: the factor scale x k_scale of Q K^T, for kernels that multiply each score by
+ * one factor. */
 #ifndef GPUKERN_CUDA_PAGED_FACTOR_CUH
 #define GPUKERN_CUDA_PAGED_FACTOR_CUH
 

@@ -3,9 +3,9 @@
  * split and then increments the tile's counter. The block that arrives last merges all splits, in
  * the order of the blocks. So no block waits, and the bits do not depend on which block is last.
  *
- * A small kernel before the list kernel zeroes the counters in the call's workspace. The
- * alternative, permanent counters that every call leaves at zero, would be shared by two graphs
- * that replay at the same time. */
+ * The counters are in the call's workspace, and a small kernel before the list kernel zeroes them.
+ * Permanent counters, which every call leaves at zero, would not do: two graphs that replay at the
+ * same time would share them. */
 #ifndef GPUKERN_CUDA_PAGED_JOIN_CUH
 #define GPUKERN_CUDA_PAGED_JOIN_CUH
 
@@ -43,8 +43,8 @@ inline gk_status launch_begin(const gk_context *ctx, const Call &c, unsigned *ar
 }
 
 /* ---- 2. the merge ---------------------------------------------------------------------------- */
-/* The threads that merge the sums of a share. If each warp of the block has a kv head of its own, a
- * team is one warp, otherwise it is the block. */
+/* A team is the threads that merge the sums of a share: one warp if each warp of the block has its
+ * own kv head, otherwise the whole block. */
 struct Team {
     int thread, threads, head0, heads; /* heads [head0, head0 + heads) of the block's heads */
     __device__ __forceinline__ void sync() const {

@@ -1,21 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_latent_fp8: latent attention over a paged cache whose rows are 8-bit (656 bytes,
- * formats/latent_row.h). It decodes the rows that the call reads and then calls a kernel for rows
- * of q's dtype: paged_latent_sm90a, or paged_attn_plain for what that one does not serve.
+/* paged_latent_fp8: latent attention over a paged cache with 8-bit rows (656 bytes,
+ * formats/latent_row.h). It decodes the rows that the call reads. Then it calls a kernel for rows
+ * of q's dtype: paged_latent_sm90a, or paged_attn_plain for calls that paged_latent_sm90a refuses.
  *
  *  1. decode   k'[:512] = codes x scales, k'[512:] = rotary     q's dtype, rounded once
  *  2. attend   out, lse = paged_attn(q, k', k'[:512]) with every rule of the call
  *
- * k_cache uint8 [num_blocks, block_size, 1, 656], rows aligned to 16 bytes; k' [pages, block_size,
- * 1, 576] and table' [B, max_blocks] int32 in the workspace. The workspace has a page for each page
- * of the cache, at the same index. If the table has fewer entries than that, it has a page for each
- * entry. Rows that no query sees are not decoded and hold anything.
+ * k_cache uint8 [num_blocks, block_size, 1, 656], rows aligned to 16 bytes.
  *
- * A key costs 656 bytes read, 1152 written and 1152 read again in 16 bits, where a kernel that
- * decodes in shared memory would read 656.
+ * Work split of step 1: a warp decodes a row, and each lane 16 codes and 2 rotary columns. Step 2
+ * is planned again at run time. Its operands are in the workspace, whose address the plan does not
+ * know.
  *
- * Work split of step 1: a warp takes a row, a lane 16 codes and 2 rotary columns. Step 2 is planned
- * again at run time: its operands are in the workspace, whose address the plan does not know. */
+ * The workspace holds k' [pages, block_size, 1, 576] and table' [B, max_blocks] int32. It has a
+ * page for each page of the cache, at the same index. If the block table has fewer entries than the
+ * cache has pages, it has a page for each entry instead. Rows that no query sees are not decoded,
+ * and their values are undefined.
+ *
+ * In 16 bits a key costs 656 bytes read, 1152 written, and 1152 read again. A kernel that decodes
+ * in shared memory would only read 656. */
 #include "../../../core/paged.h"
 #include "../../../formats/latent_row.h"
 #include "../../host/inner_call.cuh"
@@ -115,7 +118,8 @@ bool plan_inner(const gk_context *ctx, const gk_paged_attn_args *a, gk_plan *to)
     const gk_cuda_table *const tables[] = {&gk_paged_latent_sm90a_table,
                                            &gk_paged_attn_plain_table};
     for (const gk_cuda_table *table : tables) {
-        /* paged_latent_sm90a divides keys among blocks by all sequences of the call */
+        /* paged_latent_sm90a divides the keys by the lengths of all sequences, so it is not
+         * batch-invariant */
         if (table->arch == 90 &&
             (gk_gpu_of(ctx->index)->arch != 90 || (a->flags & GK_PAGED_BATCH_INVARIANT)))
             continue;

@@ -3,7 +3,7 @@
  * on Hopper. The projections are absorbed into q and out. So there is one kv head, and its values
  * are the first 512 columns of its keys.
  *
- * out[t] = sum_j softmax_j(scale q[t] k[j], sink) k[j][:512] v_scale,  j < hi(t)
+ *  out[t] = sum_j softmax_j(scale q[t] k[j], sink) k[j][:512] v_scale,  j < hi(t)
  *
  * q [T, Hq, 576]; k_cache [num_blocks, block_size, 1, 576], v_cache a view of its first 512
  * columns; block_table [B, max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, 512],

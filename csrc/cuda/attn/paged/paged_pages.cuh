@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_pages.cuh: the keys of one step of a warp in paged_attn_sm90a: their layout in shared
- * memory after TMA, and their loads as operands of mma.m16n8k16, K as A [16 keys][16 columns] and V
- * as A [16 columns][16 keys].
+/* paged_pages.cuh: the keys of one step of a warp in paged_attn_sm90a: how TMA lays them out in
+ * shared memory, and how they are loaded as operands of mma.m16n8k16. K is A [16 keys][16 columns],
+ * and V is A [16 columns][16 keys].
  *
  *  WidePages   Pages of q's dtype. A step is 16 keys, in panels of 64 columns (rows of 128 bytes).
  *  CodePages   Pages of 8-bit codes. head_dim is a multiple of 16 and at most HEAD_DIM; TMA fills
@@ -9,9 +9,9 @@
  *              of up to 128 columns, each loaded by its own copy. Operands are float16, which
  *              represents every code exactly.
  *
- * Columns may be summed in any order. CodePages permutes the columns of K, V and O so that four
- * consecutive bytes of a row belong to one lane. q and out are permuted to match (q_col, out_col).
- */
+ * A product may sum its columns in any order. CodePages permutes the columns of K, V and O so that
+ * four consecutive bytes of a row belong to one lane. q and out are permuted to match (q_col,
+ * out_col). */
 #ifndef GPUKERN_CUDA_PAGED_PAGES_CUH
 #define GPUKERN_CUDA_PAGED_PAGES_CUH
 
@@ -29,7 +29,7 @@ template <class T_, int HEAD_DIM_> struct WidePages {
     static constexpr int tile_bytes = PLANES * Panel::bytes;
     static smem_box box(int rows) { return smem_rows(2, COLS * 2, rows, PLANES); }
 
-    /* base address of a lane in a tile of K, of V */
+    /* the address in a tile of K, or of V, from which a lane's loads are computed */
     static __device__ __forceinline__ smem_addr k_base(smem_addr tile_s, int lane) {
         return frag_a_base<Panel>(tile_s, lane);
     }
@@ -72,16 +72,16 @@ __device__ __forceinline__ void codes_to_f16(uint32_t *lo, uint32_t *hi, uint32_
     } else if (CODE == GK_E5M2) { /* a code is the upper byte of a float16 */
         *lo = prmt(x, 0, 0x1404);
         *hi = prmt(x, 0, 0x3424);
-    } else { /* int8: the bits of 1024 + (x + 128), then an exact subtraction */
+    } else { /* int8: build the bits of 1024 + (x + 128), then subtract exactly */
         const uint32_t above = x ^ 0x80808080u;
         *lo = f16x2_minus(prmt(above, 0x64646464u, 0x4140), 0x64806480u);
         *hi = f16x2_minus(prmt(above, 0x64646464u, 0x4342), 0x64806480u);
     }
 }
 
-/* K: ldmatrix gives a lane bytes 4 (lane % 4) .. + 3 of a chunk of 16. V: its pairs of bytes are
- * columns 2 g and 2 g + 1 of two keys, g = lane / 4; a byte permutation brings the keys of one
- * column together. */
+/* K: ldmatrix gives a lane bytes 4 (lane % 4) .. + 3 of a chunk of 16. V: each pair of bytes that a
+ * lane receives is columns 2 g and 2 g + 1 of one key, with g = lane / 4. A byte permutation brings
+ * the keys of one column together. */
 template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
     typedef __half T;
     static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = HEAD_DIM > 128 ? 16 : 32,

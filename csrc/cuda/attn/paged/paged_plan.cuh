@@ -7,7 +7,7 @@
  *
  *   row     one query token and one head of the group that shares a kv head
  *   tile    `lanes` rows of a sequence and a set of neighbouring kv heads, with all their keys
- *   chunk   one step of KEYS keys for each warp of the block; the keys of a tile are cut into chunks
+ *   chunk   one step of KEYS keys for each warp of the block; tiles are cut between chunks
  *   split   the result of a block for a part of a tile's keys: O, not divided, and (max, sum)
  *
  * All tiles form one list of chunks, which depends on the lengths only. Each tile starts with

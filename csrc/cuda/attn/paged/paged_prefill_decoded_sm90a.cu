@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_prefill_decoded_sm90a: attention with many query tokens a sequence over a paged cache of
- * 8-bit codes, for calls whose products outweigh one more pass over the keys. It decodes the pages
- * and then calls paged_prefill_sm90a.
+ * 8-bit codes, on Hopper. It decodes the pages to q's dtype and then calls paged_prefill_sm90a. It
+ * serves calls with so many rows that decoding costs less than the products on 8-bit pages would.
  *
  *  1. decode   k' = k k_scale   v' = v v_scale    q's dtype, rounded once; exact without a scale
  *  2. attend   out, lse = paged_attn(q, k', v') with every rule of the call
  *
  * k_cache, v_cache [num_blocks, block_size, Hkv, D] e4m3, e5m2 or int8; k_scale, v_scale [], [Hkv]
- * or [num_blocks, Hkv]; k', v' [pages, heads, block_size, D] and table' [B, max_blocks] int32 in
- * the workspace. The workspace has a page for each page of the cache, at the same index. If the
- * table has fewer entries than that, it has a page for each entry. Finite products beyond float16
- * become its largest number.
+ * or [num_blocks, Hkv]. In float16, finite products beyond its range become its largest number.
  *
- * A key of one head costs D + Dv bytes read, twice that written, and read again. The workspace is
- * bounded: if the pages of all heads do not fit, heads are processed in rounds.
+ * Work split of step 1: grid y is the sequence, x groups of 16 keys. A thread decodes 16 codes of K
+ * and 16 of V.
  *
- * Work split of step 1: grid y = sequence, x = groups of 16 keys; a thread has 16 codes of K and of
- * V. */
+ * The workspace holds k', v' [pages, heads, block_size, D] and table' [B, max_blocks] int32. It has
+ * a page for each page of the cache, at the same index. If the block table has fewer entries than
+ * the cache has pages, it has a page for each entry instead. If the pages of all heads do not fit
+ * into the workspace's limit, heads are processed in rounds.
+ *
+ * A key of one head costs D + Dv bytes read, twice that written, and read again. */
 #include "../../host/inner_call.cuh"
 #include "../../layout/banks.cuh"
 #include "../../ptx/griddepcontrol.cuh"
@@ -30,7 +31,7 @@ extern "C" const gk_cuda_table gk_paged_prefill_sm90a_table;
 
 namespace {
 
-/* keys of a block: with more, a short context would give too few blocks */
+/* Keys of a block. With more, a short context would give too few blocks. */
 constexpr int THREADS = 256, KEYS = 16;
 /* decoded ranges begin and end at boundaries of the longest box */
 constexpr int BOX = PREFILL_LONGEST_BOX;

@@ -9,13 +9,13 @@
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023.
  *
- * Work split: as in flash_attn_fwd_sm90a, in tiles of 128 queries of a head, or of several heads of
- * a group if sequences have few queries.
+ * Work split: as in flash_attn_fwd_sm90a, in tiles of 128 queries of a head. If sequences have few
+ * queries, a tile has queries of several heads of a group.
  *
- * Not handled: pages that are not a multiple of 8 keys; head_dim other than 64, 128 and (bfloat16)
- * 256; right windows; scales; ALiBi with a left window or kv_start and no causal rule; 8-bit pages,
- * which paged_prefill_decoded_sm90a decodes first; few tokens a sequence, which are bound by
- * reading the cache (paged_attn_sm90a, paged_attn_sm80). */
+ * Refused: pages that are not a multiple of 8 keys; head_dim other than 64, 128 and (bfloat16) 256;
+ * right windows; scales; ALiBi with a left window or kv_start and no causal rule.
+ * paged_prefill_decoded_sm90a serves 8-bit pages. Calls with few tokens a sequence are bound by
+ * reading the cache, so paged_attn_sm90a and paged_attn_sm80 serve them. */
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"

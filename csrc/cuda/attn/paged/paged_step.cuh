@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_step.cuh: one step of keys of a warp in paged_attn_sm90a (paged_pages.cuh), and the state
- * of the rows that the warp serves.
+/* paged_step.cuh: one step of keys of a warp in paged_attn_sm90a (paged_pages.cuh has the layouts),
+ * and the state of the rows that the warp serves.
  *
- * The maximum is lazy: a lane looks at its own keys. The lanes exchange maxima and rescale O only
- * if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2 (as a power of 2). 8-bit
- * codes are multiplied as float16, which represents them exactly; each row of q is scaled by a
- * power of two. */
+ * The maximum is lazy. A lane looks at the scores of its own keys. The lanes exchange maxima and
+ * rescale O only if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2 in log2
+ * units.
+ *
+ * 8-bit codes are multiplied as float16, which represents them exactly. Each row of q is scaled by
+ * a power of two, so that it fits float16. */
 #ifndef GPUKERN_CUDA_PAGED_STEP_CUH
 #define GPUKERN_CUDA_PAGED_STEP_CUH
 
@@ -15,8 +17,9 @@
 
 namespace {
 
-/* The type T of q and out. EitherHalf: bfloat16 or float16, chosen at run time by
- * StreamParams::is_f16. One kernel then serves both dtypes, if its operands are float16 anyway. */
+/* The type T of q and out. EitherHalf stands for bfloat16 or float16, chosen at run time by
+ * StreamParams::is_f16. If the operands are float16 in both cases, one kernel serves both dtypes.
+ */
 struct EitherHalf {};
 template <class T> __device__ __forceinline__ float2 unpack_16(const StreamParams &, uint32_t x) {
     return unpack2<T>(x);
@@ -27,7 +30,7 @@ __device__ __forceinline__ float2 unpack_16<EitherHalf>(const StreamParams &a, u
 }
 
 /* ---- 1. rows --------------------------------------------------------------------------------- */
-/* A lane's rows of a share: columns 8 n + 2 (lane % 4) + e of S^T. */
+/* The rows of a share that a lane holds: columns 8 n + 2 (lane % 4) + e of S^T. */
 template <class Pages, int N> struct RowsOf {
     static constexpr int STEPS = Pages::STEPS;
     uint32_t q[STEPS][N][2];     /* B operand of the mma */
@@ -82,8 +85,8 @@ template <class Pages, int N> struct RowsOf {
         }
     }
 
-    /* Converts row 8 n + lane / 4 of q to float16 with its largest element in [1, 2). Returns
-     * what the row was divided by. */
+    /* Converts row 8 n + lane / 4 of q to float16, scaled so that its largest element is in [1, 2).
+     * Returns the scale: what the row was divided by. */
     template <class T> __device__ __forceinline__ float to_halves(const StreamParams &a, int n) {
         float most = 0;
 #pragma unroll
@@ -115,8 +118,8 @@ template <class Pages, int N> struct RowsOf {
 };
 
 /* ---- 2. a step ------------------------------------------------------------------------------- */
-/* Products in one chain of the tensor core, which truncates its sums. Longer sums are added in
- * float32. */
+/* Products that are summed in one chain of the tensor core, which truncates its sums. Longer sums
+ * are added in float32. */
 constexpr int CHAIN = 4;
 
 template <class Pages, int N>
@@ -141,7 +144,7 @@ __device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)
     }
 }
 
-/* Zeroes the rows of V that no row sees: they may hold NaN. */
+/* Zeroes the rows of V that no row of the tile sees. They may hold NaN, and 0 times NaN is NaN. */
 template <class Pages>
 __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int hi) {
     constexpr int chunks = Pages::COLS * (Pages::CODES ? 1 : 2) / 16;
@@ -153,7 +156,8 @@ __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int
     __syncwarp();        /* all lanes have stored */
 }
 
-/* Turns the products of a step into scores to base 2, -inf for keys that a row does not see. */
+/* Turns the products of a step into scores in log2 units. The score of a key that a row does not
+ * see is -inf. */
 template <class Pages, int N>
 __device__ __forceinline__ void score(const StreamParams &a, const TileShare &share,
                                       const RowsOf<Pages, N> &r, float (&x)[N][4], int key,

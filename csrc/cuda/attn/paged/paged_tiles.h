@@ -8,10 +8,11 @@
  * serves. Up to 16 tokens fill the one mma that paged_attn_sm90a issues for them. */
 constexpr int PREFILL_TOKENS = 17;
 
-/* So does a call of equally many tokens a sequence from this many rows of a kv head on (tokens
- * times heads of a group). paged_attn_sm90a reads the keys once for every 16 rows, prefill once for
- * 128. With 64 x 4096 keys of 8 heads, 32 rows take 457 us by paged_attn_sm90a and 262 by prefill,
- * and 64 rows take 972 and 264. With 1 x 32768 keys, 32 rows take 75 and 53 us (H200). */
+/* Rows of a kv head (tokens times heads of a group) from which paged_prefill_sm90a also serves, if
+ * all sequences have equally many tokens. paged_attn_sm90a reads the keys once for every 16 rows,
+ * prefill once for 128. With 64 x 4096 keys of 8 heads, 32 rows take 457 us by paged_attn_sm90a and
+ * 262 by prefill, and 64 rows take 972 and 264. With 1 x 32768 keys, 32 rows take 75 and 53 us
+ * (H200). */
 constexpr int PREFILL_ROWS = 32;
 
 /* paged_attn_sm90a. Its three forms (list, clusters, tiles) are described in its own file. */

@@ -2,11 +2,11 @@
 /* paged_tree: paged_attn with a mask over the new tokens, as for drafts that form a tree. Serves
  * every call with attn_mask that paged_tree_sm90a does not take. It has three steps:
  *
- * 1. begin   computes lengths [B] without the new tokens, and the first key that all rows of a
+ *  1. begin   computes lengths [B] without the new tokens, and the first key that all rows of a
  *             sequence see
- * 2. attend  out, lse' = paged_attn over the old keys, not causal. The first kernel of the op that
+ *  2. attend  out, lse' = paged_attn over the old keys, not causal. The first kernel of the op that
  *             accepts this call runs it. Sinks are included here.
- * 3. tree    attends from each row to the new tokens that its mask shows, and to the old keys that
+ *  3. tree    attends from each row to the new tokens that its mask shows, and to the old keys that
  *             step 2 leaves out (paged_tree.cuh). Merges the result with out and lse'.
  *
  * q [T, Hq, D]; k_cache, v_cache, block_table, seq_lens, cu_seqlens_q as in paged_attn_plain;
@@ -228,11 +228,12 @@ __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
 /* Layout of a warp's operands. Rows g = lane / 4 and g + 8 of the tile belong to the four lanes of
  * a quad; t = lane % 4.
  *
- * Q K^T  A sum over columns may add them in any order. So of each 32 columns, lane t loads the
- *        eight that begin at 8 t, of both rows of q and of keys g and g + 8.
- * P V    Of each 64 columns, lane (g, t) loads columns 8 g .. 8 g + 7 of keys 2 t, 2 t + 1,
- *        8 + 2 t and 9 + 2 t. The e-th mma multiplies columns 8 g + e, so that o[e] holds columns
- *        16 t + e and 16 t + 8 + e of the lane's two rows. */
+ *  Q K^T  A sum over columns may add them in any order. So of each 32 columns, lane t loads the
+ *         eight that begin at 8 t, of both rows of q and of keys g and g + 8.
+ *  P V    Of each 64 columns, lane (g, t) loads columns 8 g .. 8 g + 7 of keys 2 t, 2 t + 1, 8 + 2 t
+ *         and 9 + 2 t. The e-th mma multiplies columns 8 g + e, so that o[e] holds columns 16 t + e
+ *         and 16 t + 8 + e of the lane's two rows.
+ */
 template <class T, gk_dtype STORED>
 __global__ void __launch_bounds__(THREADS, 3) tree_tiles_kernel(TreeParams x) {
     constexpr bool CODES = STORED != element<T>::dtype;

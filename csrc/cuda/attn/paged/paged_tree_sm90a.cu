@@ -3,7 +3,7 @@
  * bits. One pass covers the old keys and the new tokens. It is paged_prefill_sm90a, except that
  * stored bits mask the last key blocks instead of the causal rule. It takes as many launches.
  *
- * out[t] = sum_j softmax_j(scale q[t] k[j], sink) v[j]     j: all old keys, and the new tokens that
+ *  out[t] = sum_j softmax_j(scale q[t] k[j], sink) v[j]     j: all old keys, and the new tokens that
  *                                                           row t of the mask shows
  *
  * q [T, Hq, D]; k_cache, v_cache, block_table, seq_lens, cu_seqlens_q as in paged_prefill_sm90a;

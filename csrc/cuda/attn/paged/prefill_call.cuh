@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prefill_call.cuh: a paged_attn call with many query tokens as the forward kernels see it, for
- * paged_prefill_sm90a and paged_prefill_decoded_sm90a. It consists of a Problem without key
- * tensors, the block table and lengths, and the function that finds where a sequence's keys end. */
+/* prefill_call.cuh: describes a paged_attn call with many query tokens in the terms of the forward
+ * kernels, for paged_prefill_sm90a, paged_tree_sm90a and paged_prefill_decoded_sm90a. The
+ * description has a Problem without key tensors, the block table and the lengths, and a function
+ * that finds where a sequence's keys end. */
 #ifndef GPUKERN_CUDA_PREFILL_CALL_CUH
 #define GPUKERN_CUDA_PREFILL_CALL_CUH
 

@@ -98,8 +98,8 @@ gk_status prefill_place(const char *op, const gk_paged_attn_args *a, void *works
     return status;
 }
 
-/* Merges the splits. A row of a split is one head of one token, packed or not. Then clears the
- * tokens that belong to no sequence. */
+/* Merges the splits; a row of a split is one head of one token, whether the call is packed or not.
+ * Then zeroes the results of tokens that belong to no sequence. */
 template <class T>
 gk_status prefill_finish(const char *op, const gk_context *ctx, const FwdParams &f) {
     const Problem &p = f.problem;
