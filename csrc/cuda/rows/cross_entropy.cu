@@ -179,7 +179,7 @@ template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16
     T v[V];
 };
 
-/* Runs that a thread loads before it computes; its registers limit them. */
+/* Runs that a thread loads before it computes, as many as its registers allow. */
 template <class T, int V> constexpr int AHEAD = V * sizeof(T) > 16 || sizeof(T) == 8 ? 2 : 4;
 
 /* A row's gradients of a run. The general form has soft cap, smoothing and results of 32 and 64
@@ -214,11 +214,13 @@ __device__ __forceinline__ void plain_gradients(const Run<T, V> &x, float scale,
     for (int k = 0; k < V; ++k) d.v[k] = from_acc<D>(y[k]);
 }
 
-/* The grid strides over the rows. A row's blocks, which are neighbours, take its chunks of THREADS
- * x AHEAD runs in turn. A block executes as many instructions before its first chunk as for a
- * chunk, so a row has more than one block only if the rows are few. T is the logits' type, D the
- * gradient's. A thread loads all its logits of a chunk before it stores, because dlogits may be the
- * logits' own memory. PLAIN: results of 16 bits, without soft cap and label smoothing. */
+/* The grid strides over the rows. Neighbouring blocks share a row, and take its chunks of THREADS x
+ * AHEAD runs in turn. Before its first chunk a block executes as many instructions as for a chunk.
+ * So a row has more than one block only if M is small.
+ *
+ * T is the logits' type, D the gradient's. A thread loads all its logits of a chunk before it
+ * stores, because dlogits may be the logits' own memory. PLAIN: results of 16 bits, without soft
+ * cap and label smoothing. */
 template <class T, class D, int V, bool PLAIN>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 4)
     cross_entropy_bwd_kernel(Params p) {

@@ -28,7 +28,7 @@ namespace {
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 /* Bytes of the ring. The other shared memory of a block (struct Shared) takes 13 KB. */
 constexpr int RING = 208 * 1024;
-/* Parts in the ring: at most, and the least with which instances of 1, 2 and 4 blocks serve. */
+/* Parts in the ring: the most, and the fewest with which instances of 1, 2 and 4 blocks serve. */
 constexpr int MOST_STAGES = 8, WHOLE_STAGES = 3;
 /* Fewest columns. Shorter rows are left to cross_entropy.cu, whose second pass finds them in L2. */
 constexpr int LEAST = 4096;
@@ -50,8 +50,8 @@ struct Sums {
     float peak, sum, z;
 };
 
-/* The statistics of a thread's share of x, a block's part of a row, of `vectors` vectors of 4
- * floats. A step computes 16 values z and their maximum before their exponentials, so that it
+/* The statistics of a thread's share of x, which is a block's part of a row, of `vectors` vectors
+ * of 4 floats. A step computes 16 values z and their maximum before their exponentials, so that it
  * rescales the sum once. A NaN makes the sum NaN. */
 __device__ __forceinline__ Sums sums_of(const float4 *x, int vectors, float scale) {
     Sums s = {-INFINITY, 0, 0};

@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(GLU_THREADS) glu_kernel(GluParams p) {
 }
 
 /* ---- forward of flat rows of 16 bits ---------------------------------------------------------- */
-/* The leading dimensions of all tensors were merged into one. A thread has one vector of gate and
- * of up, in 32 registers, so that an SM is full of threads and blocks end one by one: while a block
- * computes and stores, others load. */
+/* Rows are flat if all leading dimensions of every tensor merge into one. A thread has one vector
+ * of gate and one of up, in 32 registers, so that an SM is full of threads. Blocks end one by one:
+ * while one computes and stores, others load. */
 constexpr int GLU_FLAT_THREADS = 128;
 
 struct GluFlatParams {
@@ -158,7 +158,8 @@ __device__ __forceinline__ uint4 glu_vector(uint4 gate, uint4 up) {
                       glu_up_2<T>(x[4], x[5], up.z), glu_up_2<T>(x[6], x[7], up.w));
 }
 
-/* An activation that is chosen in the kernel takes 0.6 us of 25 more. */
+/* The activation is a template argument. If the kernel chose it, it would take 0.6 us more of 25.
+ */
 template <class T, gk_activation ACTIVATION, class Begins>
 __global__ void __launch_bounds__(GLU_FLAT_THREADS) glu_flat_kernel(GluFlatParams p) {
     const uint32_t i = blockIdx.x * GLU_FLAT_THREADS + threadIdx.x, row = glu_row_of(p, i);

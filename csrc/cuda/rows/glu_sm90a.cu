@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* glu_sm90a: gated linear units (glu.cuh) whose launch overlaps the kernels before and after it
- * (begins_sm90a.cuh). Serves gk_glu_fwd in bfloat16 and float16, if rows are whole 16-byte vectors:
- * small results, as in decoding, and flat rows; glu serves the other calls. */
+ * (begins_sm90a.cuh). Serves gk_glu_fwd in bfloat16 and float16, if rows are whole 16-byte vectors,
+ * for small results, as in decoding, and for flat rows. glu.cu serves the other calls. */
 #include "../tile/begins_sm90a.cuh"
 #include "glu.cuh"
 

@@ -37,8 +37,8 @@
 
 namespace kl_div {
 
-/* Threads of a block, and blocks that share an SM: while one loads, another computes. 80 registers
- * a thread. */
+/* Threads of a block, and blocks on an SM. A thread has 80 registers. While one block loads,
+ * another computes. */
 constexpr int THREADS = 256, BLOCKS = 3;
 constexpr double LOG2_E = 1.4426950408889634074, LN_2 = 0.69314718055994530942;
 
@@ -57,7 +57,7 @@ struct Params {
     double beta, scale;
 };
 
-/* Vectors of each tensor that a thread loads from global memory before it computes. */
+/* vectors of each tensor that a thread loads from global memory before it computes */
 constexpr int AHEAD = 4;
 
 __device__ __forceinline__ float two_to(float x) { return ex2_approx_ftz(x); }
@@ -66,7 +66,8 @@ __device__ __forceinline__ float log_2(float x) { return lg2_approx_ftz(x); }
 __device__ __forceinline__ double log_2(double x) { return log2(x); }
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
-/* w is clamped to what two_to serves; S or T is 0 there. NaN, of two logits -inf, becomes -MOST. */
+/* w is clamped to [-MOST, MOST], the range of two_to; beyond it S or T is 0. If both logits are
+ * -inf, w is NaN and becomes -MOST. */
 template <class W> constexpr W MOST = sizeof(W) == 8 ? W(1000) : W(126);
 __device__ __forceinline__ float clamped(float w) {
     return fminf(fmaxf(w, -MOST<float>), MOST<float>);
@@ -83,30 +84,33 @@ template <> struct Pair<__half> {
     typedef __half2 type;
 };
 
-/* The statistics of some columns: maxima times c; sums of 2^(z - peak); mean is the sum, with T's
- * weights (FORWARD) or S's (REVERSE), of the difference of the logits. */
+/* The statistics of some columns. Maxima are times c. Sums are of 2^(z - peak). mean is the sum of
+ * the difference of the logits, weighted by T (FORWARD) or S (REVERSE). */
 template <class W> struct Sums {
     W peak_s, peak_t, s, t, mean;
 };
 
-/* Where a sum relative to `peak` is scaled to one relative to `to`. -inf: nothing was summed. */
+/* The factor that turns a sum relative to `peak` into one relative to `to`. peak is -inf if nothing
+ * was summed. */
 template <class W> __device__ __forceinline__ W rescale(W peak, W to) {
     return peak == -INFINITY ? W(0) : two_to(peak - to);
 }
-/* A mean of differences, scaled so. A column of a low peak may have weight 1 and an infinite
- * difference, and no weight beside the whole row. */
+/* Rescales a mean of differences by that factor. A thread whose columns all have low logits may
+ * have an infinite mean although its columns have no weight in the whole row; a factor of 0 then
+ * gives 0. */
 template <class W> __device__ __forceinline__ W rescaled_mean(W mean, W factor) {
     return factor == 0 ? W(0) : mean * factor;
 }
-/* The exponent of a thread's largest logit. The product of the lowest numbers, which mask columns,
- * would be -inf. */
+/* A thread's peak: its largest logit times c. The product is clamped, because masked columns hold
+ * the lowest number, whose product would be -inf. */
 template <class W> __device__ __forceinline__ W peak_of(W top, W c) {
     const W peak = rounded_product(top, c), least = sizeof(W) == 8 ? W(-DBL_MAX) : W(-FLT_MAX);
     return top == -INFINITY ? W(0) : peak < least ? least : peak;
 }
 
-/* The largest of a vector's elements, as fmaxf. 16-bit elements are compared in pairs: compared as
- * floats, all of them would stay in registers until their exponentials. */
+/* The largest of a vector's elements, with fmaxf's rule for NaN. 16-bit elements are compared in
+ * pairs. If they were compared as floats, all of them would stay in registers until their
+ * exponentials. */
 template <class T, int V>
 __device__ __forceinline__ typename element<T>::acc top_of(const RowSome<T, V> &v) {
     if constexpr (sizeof(T) == 2 && V == 8) {
@@ -133,11 +137,12 @@ template <class T, int V> struct Part {
     RowSome<T, V> *near_x, *near_y;
     int count, kept;
 
-    /* Whether vector u of the chunk that begins at `first` exists. */
+    /* True if vector u of the chunk that begins at `first` exists. */
     __device__ __forceinline__ bool has(int first, int u) const {
         return first + u * THREADS < count;
     }
-    /* Loads a chunk from global memory and keeps it if it is one of the first. */
+    /* Loads a chunk from global memory. If it is one of the first `kept` vectors, stores it in
+     * shared memory, too. */
     __device__ __forceinline__ void load(int first, Chunk<T, V> &to) const {
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u)
@@ -205,7 +210,7 @@ __device__ __forceinline__ Sums<typename element<T>::acc> first_pass(const Part<
     return all;
 }
 
-/* What the passes after the first know of a row. */
+/* The constants of a row that the passes after the first need. */
 template <class W> struct Row {
     W peak_s, peak_t, inverse_s, inverse_t;
     W lse; /* log2 of the sums: T's less S's */
@@ -221,7 +226,8 @@ template <class W> struct Row {
     }
 };
 
-/* The sums of S u and T (w + u) over a thread's columns, times the sums of the row. */
+/* Sums S u and T (w + u) over a thread's columns. Both are scaled by the row's sums of
+ * exponentials. */
 template <class T, int V>
 __device__ __forceinline__ void mixed_pass(const Part<T, V> &part,
                                            const Row<typename element<T>::acc> &row,
@@ -269,7 +275,7 @@ put_gradient(const Part<T, V> &part, const Row<typename element<T>::acc> &row,
     }
 }
 
-/* Rows blockIdx.x / CLUSTER, and every grid-th after it. */
+/* Each cluster processes row blockIdx.x / CLUSTER and every grid-th row after it. */
 template <class T, class D, int V, int CLUSTER, Kind KIND>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : BLOCKS) kl_div_kernel(Params p) {
     typedef typename element<T>::acc W;

@@ -12,13 +12,14 @@ namespace {
 
 using namespace kl_div;
 
-/* Bytes of shared memory for both rows, of some 75 KB that each of BLOCKS blocks of an SM may have.
- * Every launch asks for all of them: clusters_at_once asks the driver once for each kernel. */
+/* Bytes of shared memory for both rows. Each of the BLOCKS blocks of an SM may have some 75 KB.
+ * Every launch asks for all KEPT_BYTES, because clusters_at_once asks the driver only once for each
+ * kernel. */
 constexpr int KEPT_BYTES = 72 * 1024;
 /* Bytes of a row. Shorter rows lie in L2 anyway, and do not fill a block's threads. */
 constexpr int64_t LEAST = 16 * 1024;
 
-/* Blocks of a cluster: as few as keep their part whole, at most 8. */
+/* Blocks of a cluster: the fewest that can keep their whole part, at most 8. */
 int cluster_of(int64_t row_bytes) {
     int cluster = 1;
     while (cluster < 8 && gk_ceil_div(row_bytes, cluster) * 2 > KEPT_BYTES) cluster *= 2;

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* row_block.cuh: a row of a tensor [..., N] in the registers of the threads that share it, and
  * statistics (sums and maxima) over the row. norm.cuh and softmax.cuh build their kernels on
- * RowGroup; every kernel of this folder uses RowTensor.
+ * RowGroup. Every kernel of this folder uses RowTensor.
  *
  * LANES threads of a block share a row. Up to 32 lanes lie in one warp, and a block then has
- * several rows; otherwise the row belongs to all threads of the block. On Hopper, CLUSTER blocks
+ * several rows. With more lanes all threads of the block share one row. On Hopper, CLUSTER blocks
  * may share a row.
  *
- * A thread has ITEMS vectors of 16 bytes, that is VEC elements each. Vector i of lane l in block r
- * of the cluster begins at column ((r ITEMS + i) LANES + l) VEC, so neighbouring lanes read
- * neighbouring vectors. Values stay packed in their dtype and are widened where they are used.
- * So a row takes 4 ITEMS registers per thread in every dtype.
+ * A thread has ITEMS vectors of 16 bytes, of VEC elements each. Vector i of lane l in block r of
+ * the cluster begins at column ((r ITEMS + i) LANES + l) VEC, so neighbouring lanes read
+ * neighbouring vectors. Values stay packed in their dtype, and are widened where they are used. So
+ * a row takes 4 ITEMS registers per thread in every dtype.
  *
- * A statistic is reduced over the thread's values, then the lanes of a warp, then the warps of the
- * block and cluster. The order is always the same, and every thread gets the same bits.
+ * A statistic is reduced over the values of a thread, then over the lanes of a warp, then over the
+ * warps of the block and cluster. The order is always the same, and every thread gets the same
+ * bits.
  *
- * The file also has block_sum and block_max for kernels that loop over a row of any length, and
+ * The file also has block_sum and block_max, for kernels that loop over a row of any length, and
  * the tables from which instances are made. */
 #ifndef GPUKERN_CUDA_ROWS_ROW_BLOCK_CUH
 #define GPUKERN_CUDA_ROWS_ROW_BLOCK_CUH

@@ -2,17 +2,17 @@
 /* paged_attn_sm80: attention of a few query tokens a sequence over a paged cache, on tensor cores
  * (mma.sync), in 16 bits.
  *
- *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
- * hi(t))
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale
+ *  with j in [lo(t), hi(t))
  *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
  * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any
  * size, D and Dv multiples of 8. Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein
  * 2018.
  *
- * Work split: paged_plan.cuh; LANES rows are the n of the mma. Within a block each warp works
- * alone: it has a kv head, some of the tile's steps, its own ring of stages, its own max and sum.
- * Warps synchronise at the end of a tile only.
+ * Work split: paged_plan.cuh. The LANES rows of a tile are the n of the mma. Each warp of a block
+ * works alone. It has a kv head, some of the tile's steps, its own ring of stages, and its own
+ * maximum and sum. Warps synchronise only at the end of a tile.
  *
  *  shared memory, per warp: a ring of stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM), 64 HEAD_DIM
  *  bytes a stage. At the end of a tile the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and
@@ -22,9 +22,9 @@
  *  copies in flight      j .. j + stages - 1 during the wait; page numbers are loaded one step
  *                        before the copies
  *
- * Not handled: float32 (paged_attn_f32); float64, 8-bit caches, rows not aligned to 16 bytes
- * (paged_attn_plain). Many query tokens are served, but the keys are read once for each LANES rows;
- * on Hopper paged_prefill_sm90a takes those calls. */
+ * Refused: float32 (paged_attn_f32); float64, 8-bit caches, rows not aligned to 16 bytes
+ * (paged_attn_plain). Many query tokens are served, but the keys are read once for each LANES rows.
+ * On Hopper paged_prefill_sm90a takes those calls. */
 #include "../../tile/fragment.cuh"
 #include "paged_combine.cuh"
 #include "paged_factor.cuh"
@@ -38,7 +38,8 @@ template <int HEAD_DIM, int LANES> struct Shared {
     /* its type proves that accesses have no bank conflict */
     typedef smem_tile<KEYS, HEAD_DIM * 2> Tile;
     static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
-    static constexpr int pitch = HEAD_DIM + 4; /* floats of a row of O: see ways_of_o */
+    /* distance in floats between rows of O; ways_of_o proves that it avoids conflicts */
+    static constexpr int pitch = HEAD_DIM + 4;
     static constexpr int o_bytes = LANES * pitch * 4;
     static constexpr int bytes = warps * ring_bytes;
     static_assert(warps * (o_bytes + LANES * 8) <= bytes, "what a tile leaves fits the ring");
@@ -58,8 +59,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
     typedef Shared<HEAD_DIM, LANES> S;
     typedef typename S::Tile Tile;
     static constexpr int STEPS = HEAD_DIM / 16, N = LANES / 8;
-    /* products in one chain of the tensor core, which truncates its sums; longer sums are added
-     * in float32 */
+    /* Products that are summed in one chain of the tensor core, which truncates its sums. Longer
+     * sums are added in float32. */
     static constexpr int CHAIN = 4;
     unsigned char *smem;
 

@@ -54,14 +54,15 @@ template <int HEAD_DIM, int LANES> struct Shared {
     static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int scales_bytes = stages * KEYS * 8; /* of a warp */
     static constexpr int scales_at = warps * ring_bytes;
-    static constexpr int pitch = HEAD_DIM + 4; /* floats of a row of O: see ways_of_o */
+    /* distance in floats between rows of O; ways_of_o proves that it avoids conflicts */
+    static constexpr int pitch = HEAD_DIM + 4;
     static constexpr int o_bytes = LANES * pitch * 4;
     static constexpr int bytes = scales_at + warps * scales_bytes;
     static_assert(warps * (o_bytes + LANES * 8) <= scales_at, "what a tile leaves fits the rings");
     static_assert(o_bytes % 16 == 0, "rows of O are read in 16 bytes");
 
-    /* Bank conflicts of storing O: lane l writes rows 2 (l % 4) + e, columns 2 (l / 4) and the
-     * next. */
+    /* Bank conflicts of storing O. Lane l writes rows 2 (l % 4) + e, and columns 2 (l / 4) and the
+     * next one. */
     static constexpr int ways_of_o() {
         int at[32] = {};
         for (int lane = 0; lane < 32; ++lane) at[lane] = (lane % 4 * 2 * pitch + lane / 4 * 2) * 4;
@@ -72,13 +73,13 @@ template <int HEAD_DIM, int LANES> struct Shared {
 
 struct CodesCall {
     Call c;
-    CodeScale k_scale, v_scale; /* by_page only; then c.p has none */
+    CodeScale k_scale, v_scale; /* used if a scale is by page; c.p has no scales then */
     bool by_page;
 };
 
 /* ---- 2. operands ----------------------------------------------------------------------------- */
-/* K as A [16 keys][16 columns]: columns 16 i + 4 (lane % 4) .. + 3 belong to a lane, the even ones
- * to the operand's first half of columns. Loads blocks i and i + 1; i is even. */
+/* K as A [16 keys][16 columns]. Columns 16 i + 4 (lane % 4) .. + 3 belong to a lane. The even ones
+ * go to the first half of the operand's columns. Loads blocks i and i + 1; i is even. */
 template <gk_dtype CODE, class Tile>
 __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], smem_addr base, int i) {
     uint32_t x[4];
@@ -90,8 +91,9 @@ __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], smem_addr base, int 
     }
 }
 
-/* V as A [16 columns][16 keys]. A lane's pairs of bytes are columns 2 g and 2 g + 1 of two keys, g
- * = lane / 4. So its even bytes are two keys of one column, and its odd bytes of the other. */
+/* V as A [16 columns][16 keys]. Each pair of bytes that a lane loads is columns 2 g and 2 g + 1 of
+ * one key, with g = lane / 4. So two keys' even bytes belong to one column, and their odd bytes to
+ * the other. */
 template <gk_dtype CODE, class Tile>
 __device__ __forceinline__ void load_v(uint32_t (&a)[2][4], smem_addr base, int i) {
     uint32_t x[4];
@@ -104,7 +106,7 @@ __device__ __forceinline__ void load_v(uint32_t (&a)[2][4], smem_addr base, int 
 }
 
 /* ---- 3. the ring of a warp ------------------------------------------------------------------- */
-/* Ring of paged_plan.cuh, with scales. */
+/* The ring of paged_plan.cuh, which also copies the scales of the keys' pages. */
 template <class S> struct CodesRing {
     typedef typename S::Tile Tile;
     static constexpr int STAGES = S::stages;
@@ -124,7 +126,7 @@ template <class S> struct CodesRing {
             fill(x, work, work.step0 + i, i, ring_s + i * S::stage_bytes, scales_s + i * KEYS * 8);
     }
 
-    /* Called when all lanes have read `step`: its stage takes the keys of step + STAGES. */
+    /* Called when all lanes have read `step`. Refills its stage with the keys of step + STAGES. */
     __device__ __forceinline__ void next(const CodesCall &x, const TileShare &work,
                                          smem_addr ring_s, smem_addr scales_s, int step) {
         there >>= 16;
@@ -161,15 +163,15 @@ template <class T, gk_dtype CODE, int HEAD_DIM, int LANES> struct Stream {
     typedef Shared<HEAD_DIM, LANES> S;
     typedef typename S::Tile Tile;
     static constexpr int STEPS = HEAD_DIM / 16, N = LANES / 8;
-    /* products in one chain of the tensor core, which truncates its sums; longer sums are added
-     * in float32 */
+    /* Products that are summed in one chain of the tensor core, which truncates its sums. Longer
+     * sums are added in float32. */
     static constexpr int CHAIN = 4;
     static constexpr float UP = codes_f16_up<CODE>;
     const CodesCall &call;
     unsigned char *smem;
 
-    /* Converts row 8 n + lane / 4 of q to float16 with its largest element in [1, 2). Returns
-     * what the row was divided by. */
+    /* Converts row 8 n + lane / 4 of q to float16, scaled so that its largest element is in [1, 2).
+     * Returns the scale: what the row was divided by. */
     static __device__ __forceinline__ float to_halves(uint32_t (&q)[STEPS][N][2], int n) {
         float most = 0;
 #pragma unroll
@@ -266,7 +268,7 @@ template <class T, gk_dtype CODE, int HEAD_DIM, int LANES> struct Stream {
                     for (int e = 0; e < 4; ++e) x[n][e] = k == 0 ? y[n][e] : x[n][e] + y[n][e];
             }
 
-            /* scales of pages; share: of a weight, by v's scale */
+            /* apply the scales of pages; share: what v's scale multiplies a weight by */
             float share[2] = {1, 1};
             if (call.by_page) {
                 float size = 0;
@@ -300,7 +302,7 @@ template <class T, gk_dtype CODE, int HEAD_DIM, int LANES> struct Stream {
                 }
             }
 
-            /* scores, -inf for keys that a row does not see */
+            /* scores; a key that a row does not see has -inf */
             const unsigned here = (unsigned)(ring.there & 0xffff);
             const bool inner =
                 key >= work.inner_lo && key + KEYS <= work.inner_hi && here == 0xffff;
@@ -400,7 +402,7 @@ __global__ void __launch_bounds__(codes_tile<HEAD_DIM, LANES>::warps * 32,
 }
 
 /* ---- 5. plan and launch ---------------------------------------------------------------------- */
-/* key = that of paged_plan.cuh, then the format of the codes */
+/* the key of paged_plan.cuh, followed by the format of the codes */
 enum {
     KEY_CODE = 6
 };
@@ -416,7 +418,7 @@ bool plan_codes(const gk_cuda_instance *row, const gk_context *ctx, const void *
     if (a->k_cache.dtype != row->key[KEY_CODE] || a->v_cache.dtype != row->key[KEY_CODE])
         return false;
     if (!serves(row, ctx, a)) return false;
-    gk_paged_attn_args wide = *a; /* plan asks for caches of q's dtype */
+    gk_paged_attn_args wide = *a; /* plan expects caches of q's dtype */
     wide.k_cache.dtype = wide.v_cache.dtype = a->q.dtype;
     if (!plan(row, ctx, &wide, to)) return false;
     CodesPlan &own = gk_own<CodesPlan>(to);

@@ -270,7 +270,7 @@ struct LatentSplits {
     }
 };
 
-/* The sum of some quarters of a row over some of its splits. peak: the row's maximum in log2 units.
+/* The sum of some quarters of a row over some of its splits. peak: the row's maximum in log2.
  */
 template <int QUARTERS> struct LatentSums {
     float4 sums[QUARTERS];

@@ -156,7 +156,7 @@ __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int
     __syncwarp();        /* all lanes have stored */
 }
 
-/* Turns the products of a step into scores in log2 units. The score of a key that a row does not
+/* Turns the products of a step into scores to base 2. The score of a key that a row does not
  * see is -inf. */
 template <class Pages, int N>
 __device__ __forceinline__ void score(const StreamParams &a, const TileShare &share,
