@@ -1,31 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sum_over_ranks: out = sum of the ranks' x, added in float32 in the ranks' order and rounded
- * once, so that every rank gets the same bits. There are two forms, each one kernel.
+/* sum_over_ranks: out = the sum of all ranks' x, added in float32 in the order of the ranks and
+ * rounded once. So every rank gets the same bits. There are two forms, each one kernel.
  *
- * With one exchange, of n (W - 1) floats that a rank writes:
+ * With one exchange a rank writes n (W - 1) floats, where W is the number of ranks:
  *   each block    writes its part of x into its rank's place in every other rank's mailbox
  *                 sets its flag in those mailboxes
  *                 waits for the flags of the same block of all ranks
  *                 adds the parts that its own mailbox holds
  *
- * With two exchanges, of n (W - 1) / W floats and as many results. A rank owns 1 / W of the
- * elements:
+ * With two exchanges a rank writes n (W - 1) / W floats and as many results. Each rank owns 1 / W
+ * of the elements:
  *   each block    writes its part of each other owner's share into that owner's mailbox
  *                 sets its flag, waits for the others' flags, and adds its part of its own share
  *                 writes these results behind its place in every other rank's mailbox
  *                 sets its flag, waits for the others' flags, and copies their results
  *
- * x [n] float32, out [n] float32, bfloat16 or float16, dense, aligned to 16 bytes.
- * csrc/core/mailbox.h gives the layout of a mailbox.
+ * x [n] float32, out [n] float32, bfloat16 or float16, contiguous, aligned to 16 bytes.
  *
- * Calls are numbered and alternate between the two halves of a mailbox. A call may overwrite the
- * half of the call before last. The other rank has finished reading it: this rank waited for the
- * other's flags of the last call, and a call begins only after the call before it has ended. So
- * one exchange is enough. All blocks wait for each other, so the grid is limited to what runs at
- * once, even beside a few other kernels.
+ * State. csrc/core/mailbox.h gives the layout of a mailbox. Calls are numbered, and alternate
+ * between the two halves of a mailbox. A call may overwrite the half that the call before last
+ * used: this rank waited for the other rank's flags in the last call, and the other rank sets those
+ * only after its call before last has ended. So one exchange a call is enough.
  *
- * Bound by latency: two passes over NVLink an exchange, data and flag. From about 2 MB on it is
- * bound by bytes. */
+ * All blocks wait for each other, so the grid must run at once, even beside a few other kernels.
+ * Its size is limited for that.
+ *
+ * Small calls are bound by latency: each exchange crosses NVLink twice, for data and for the flag.
+ * From about 2 MB on the kernel is bound by bytes. */
 #include "../../core/mailbox.h"
 #include "../host/launch.cuh"
 #include "../ptx/flag_sys.cuh"
@@ -33,8 +34,8 @@
 
 namespace {
 
-/* 64 blocks of 512 threads with 16 bytes each store 512 KiB at a time, which is enough in flight
- * for a link. */
+/* 64 blocks of 512 threads store 512 KiB at a time, 16 bytes a thread. That is enough in flight for
+ * a link. */
 constexpr int THREADS = 512;
 
 struct Params {
@@ -50,9 +51,9 @@ __device__ __forceinline__ unsigned *flag_of(char *mailbox, int rank, unsigned b
     return (unsigned *)(mailbox + GK_MAILBOX_FLAGS) + rank * GK_MAILBOX_BLOCKS + block;
 }
 
-/* Waits until the flag has the value `number`, or one of the next three: the other rank may
- * already be in its next call, but not further. The comparison is not "less than", because values
- * wrap around and a block that took no part in the last calls has an old flag. */
+/* Waits until the flag has the value `number` or one of the next three, because the other rank may
+ * already be in its next call, but no further. The comparison is not "less than", because values
+ * wrap around, and a block that took no part in the last calls has an old flag. */
 __device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number,
                                          uint64_t timeout_ns) {
     uint64_t begin = 0;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number
         if (polls % 256 != 255) continue;
         const uint64_t now = mov_globaltimer();
         if (begin == 0) begin = now;
-        /* A rank is gone. No sum is better than a wrong one. */
+        /* A rank has stopped. No sum is better than a wrong one. */
         if (now - begin > timeout_ns) __trap();
     }
 }
@@ -71,7 +72,7 @@ __device__ __forceinline__ float4 load4(const float *x_g, int64_t at, int64_t n)
     return make_float4(x_g[at], at + 1 < n ? x_g[at + 1] : 0, at + 2 < n ? x_g[at + 2] : 0, 0);
 }
 
-/* Four results, which are loaded and stored together. */
+/* four results, loaded and stored together */
 template <class T> struct __align__(4 * sizeof(T)) Four {
     T v[4];
 };
@@ -87,8 +88,8 @@ __device__ __forceinline__ void store4(T *out_g, int64_t at, int64_t n, const Fo
     }
 }
 
-/* The sum over ranks, in their order, of the elements of x from `at` on. Those of the other ranks
- * begin at place_g + r * part. */
+/* Returns the sum over all ranks, in their order, of four elements of x from `at` on. The elements
+ * of rank r begin at place_g + r * part. */
 template <class T>
 __device__ __forceinline__ Four<T> sum4(const Params &p, const float *place_g, int64_t at) {
     float sum[4];
@@ -105,7 +106,7 @@ __device__ __forceinline__ Four<T> sum4(const Params &p, const float *place_g, i
     return four;
 }
 
-/* Loads past L1, whose lines may be older than the exchange. */
+/* Loads from L2, because lines in L1 may be older than the exchange. */
 template <class T> __device__ __forceinline__ Four<T> load_fresh(const Four<T> *four_g) {
     Four<T> four;
     if constexpr (sizeof(four) == sizeof(uint4))
@@ -127,7 +128,7 @@ __device__ __forceinline__ void exchange_flags(const Params &p, unsigned value) 
     __syncthreads();
 }
 
-/* The call has ended once all blocks have read its number. */
+/* The last block that has read the call's number ends the call. */
 __device__ __forceinline__ void end_call(unsigned *calls, unsigned number) {
     unsigned *const done = calls + 1;
     __syncthreads();
@@ -137,8 +138,8 @@ __device__ __forceinline__ void end_call(unsigned *calls, unsigned number) {
     }
 }
 
-/* Call `number` sets flags to 2 number after its first exchange, to 2 number + 1 after its
- * second. */
+/* One exchange. Call `number` sets flags to 2 number after its first exchange, and to 2 number + 1
+ * after its second. */
 template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_kernel(Params p) {
     char *const own = p.mailboxes[p.rank];
     unsigned *const calls = (unsigned *)own;
@@ -159,8 +160,8 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_ker
     end_call(calls, number);
 }
 
-/* Rank q owns the groups of four elements [q share, (q + 1) share). A place in a mailbox holds a
- * rank's part of the owner's share, and behind it that rank's results. */
+/* Two exchanges. Rank q owns the groups of four elements [q share, (q + 1) share). A place in a
+ * mailbox holds a rank's part of the owner's share, followed by that rank's results. */
 template <class T> __global__ void __launch_bounds__(THREADS) sum_by_owners_kernel(Params p) {
     char *const own = p.mailboxes[p.rank];
     unsigned *const calls = (unsigned *)own;
@@ -205,7 +206,8 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_by_owners_kern
     end_call(calls, number);
 }
 
-/* A second exchange costs about 3.5 us: it pays once the first form writes this much. */
+/* Bytes from which a call takes the form with two exchanges. A second exchange costs about 3.5 us.
+ */
 constexpr int64_t ONE_EXCHANGE_BYTES = 2 << 20;
 
 template <class T> gk_status launch_sum(const char *name, const gk_context *ctx, const Params &p) {
@@ -221,13 +223,13 @@ template <class T> gk_status launch_sum(const char *name, const gk_context *ctx,
 
 gk_status gk_cuda_sum_over_ranks(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
     Params p = {(const float *)s->x.const_data, s->out.data, gk_numel(&s->x)};
-    /* The place of a rank does not depend on n, so that calls of any length agree. */
+    /* A rank's place does not depend on n, so calls of different lengths use the same places. */
     p.part = (int64_t)(s->mailbox_bytes - GK_MAILBOX_HEADER) / (int64_t)(8 * sizeof(float)) /
              s->num_ranks * 4;
     for (int r = 0; r < s->num_ranks; ++r) p.mailboxes[r] = (char *)s->mailboxes[r];
     p.rank = s->rank;
     p.ranks = s->num_ranks;
-    /* From 584 years on, a call waits for ever. */
+    /* a timeout of 584 years or more waits for ever */
     p.timeout_ns = s->timeout_s < 1.8e10 ? (uint64_t)(s->timeout_s * 1e9) : UINT64_MAX;
     const char *const name = "gk_sum_over_ranks";
     switch (s->out.dtype) {

@@ -30,14 +30,15 @@ constexpr GK_HD uint64_t wgmma_descriptor(uint32_t address, int leading_bytes, i
 }
 
 // The descriptor of K-major 8 x 8 matrices of 128 bytes each, without swizzle. leading: distance
-// from a matrix to the next one along K; stride: to that of the next 8 rows, 0 reads them again.
+// from a matrix to the next one along K. stride: distance to the matrix of the next 8 rows; 0 reads
+// the same rows again.
 constexpr GK_HD uint64_t wgmma_plain_descriptor(uint32_t address, int leading_bytes,
                                                 int stride_bytes) {
     return wgmma_descriptor(address, leading_bytes, stride_bytes) & ~((uint64_t)3 << 62);
 }
 
-// The descriptor of the same tile `bytes` further, a multiple of 16: one addition per product.
-// The end of shared memory fits the address field, so nothing carries.
+// The descriptor of the same tile, `bytes` further on. bytes is a multiple of 16. It costs one
+// addition per product. The address field can hold the end of shared memory, so nothing carries.
 constexpr GK_HD uint64_t wgmma_descriptor_add(uint64_t descriptor, int bytes) {
     return descriptor >> 32 << 32 | (uint64_t)((uint32_t)descriptor + (uint32_t)(bytes >> 4));
 }
@@ -48,7 +49,7 @@ constexpr GK_HD smem_box wgmma_box(int elem_bytes, int rows, int planes = 1) {
     return smem_rows(elem_bytes, WGMMA_ROW_BYTES, rows, planes);
 }
 
-// An operand of BX rows of a, or columns of b, and EACH of k.
+// An operand tile of BX rows of a, or BX columns of b, and EACH elements of k.
 template <int BX, bool ALONG_X, int EACH = 64> struct wgmma_tile {
     static constexpr int panels = ALONG_X ? (BX + EACH - 1) / EACH : 1, rows = ALONG_X ? EACH : BX;
     static constexpr int panel_bytes = rows * WGMMA_ROW_BYTES, bytes = panels * panel_bytes;
@@ -107,9 +108,9 @@ template <int ROWS, int COLS> struct wgmma_panels {
     }
 };
 
-// The part of such an operand that one of PARTS sharing blocks copies: `boxes` boxes of EACH
-// elements x `box_rows`. A part is whole panels, or rows of x, or if there are too few panels
-// some k of every panel.
+// The part of such an operand that one of PARTS blocks copies when the blocks share the operand:
+// `boxes` boxes of EACH elements x `box_rows`. A part is whole panels, or rows of x. If there are
+// too few panels for that, it is some k of every panel.
 template <int BX, bool ALONG_X, int PARTS, int EACH = 64> struct wgmma_part {
     typedef wgmma_tile<BX, ALONG_X, EACH> tile;
     static constexpr bool of_k = ALONG_X && tile::panels % PARTS != 0;
@@ -128,10 +129,11 @@ template <int BX, bool ALONG_X, int PARTS, int EACH = 64> struct wgmma_part {
         return tile::offset(x(part, i)) + k(part) * WGMMA_ROW_BYTES;
     }
 
-    // For a tile with `left` of x inside the matrix, which may be 0 or more than BX. boxes_of:
-    // how many boxes of a part lie inside at least partly. ends: whether one of them crosses the
-    // edge and needs the map with the lower box. bytes_of: bytes that the boxes of all parts
-    // bring.
+    // These take `left`, the number of x from the tile's start to the matrix's edge, which may be 0
+    // or more than BX.
+    //   boxes_of   how many boxes of a part lie inside the matrix, at least partly
+    //   ends       whether one of them crosses the edge and needs the map with the lower box
+    //   bytes_of   bytes that the boxes of all parts bring
     static constexpr GK_HD int left_of(int part, int left) {
         return left > x(part, 0) ? left - x(part, 0) : 0;
     }
@@ -162,10 +164,11 @@ constexpr GK_HD int wgmma_transposed_ways(int ld) {
     return ways(bytes, 4);
 }
 
-// MN-major tf32 as A from registers. A's rows may stand for any x, as long as d's rows mean the
-// same. Row 16 warp + lane / 4 + 8 h of product m (0 or 1) is x = 32 warp + 4 tf32_chunk(lane) +
-// 2 m + h. So a lane finds its four values adjacent in the warp's panel, for any k. The order of
-// the chunks avoids bank conflicts both in these loads and in stores of d's rows.
+// MN-major tf32 as operand A from registers. A's rows may stand for any x, as long as the rows of d
+// mean the same x. Row 16 warp + lane / 4 + 8 h of product m (0 or 1) is x = 32 warp + 4
+// tf32_chunk(lane) + 2 m + h. So the four values of a lane are adjacent in the warp's panel, for
+// any k. The order of the chunks avoids bank conflicts both in these loads and in stores of d's
+// rows.
 constexpr GK_HD int tf32_chunk(int lane) { return (lane >> 3) ^ (lane >> 2 & 1) * 5; }
 
 // Byte offset of those four values in the warp's panel.

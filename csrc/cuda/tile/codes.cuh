@@ -12,7 +12,7 @@
 template <int FRACTION, int BIAS> __device__ __forceinline__ float code_to_f32(uint32_t code) {
     const uint32_t size = code & 0x7f, sign = (code & 0x80) << 24;
     float f = __uint_as_float((size << (23 - FRACTION)) + ((127 - BIAS) << 23));
-    /* A subnormal is its fraction times the least exponent. The product is exact. */
+    /* A subnormal is its fraction times 2 to the least exponent. The product is exact. */
     if (size < 1u << FRACTION)
         f = (float)size * __uint_as_float((uint32_t)(127 + 1 - BIAS - FRACTION) << 23);
     return __uint_as_float(__float_as_uint(f) | sign);

@@ -7,10 +7,12 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 
-// Releases a stage that this warp has read by ordinary loads to the copy that refills it. Without
-// the fence the loads may still be on their way when the arrival is counted: they wait while WGMMA
-// uses shared memory, for longer than the copy takes (docs/worklog/flash_attn.md). All lanes.
-// arrives: the lane that arrives for the warp.
+// Releases a stage to the copy that refills it, after this warp has read the stage by ordinary
+// loads. All lanes call it. arrives: true in the lane that arrives for the warp.
+//
+// The fence is needed. Without it, loads may still be in flight when the arrival is counted. While
+// WGMMA uses shared memory they can wait for longer than the copy takes
+// (docs/worklog/flash_attn.md).
 static __device__ __forceinline__ void release_reads(smem_addr barrier_s, bool arrives) {
     fence_proxy_async();
     __syncwarp();

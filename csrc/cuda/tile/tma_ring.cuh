@@ -12,9 +12,9 @@
 //   tma .. -> stage, ring.full()        arrive(ring.empty())
 //   ring.advance()                      ring.advance()
 //
-// Both sides keep stage and parity in registers and advance once a step. The producer waits for
-// the opposite parity: a barrier that has ended no phase yet answers as if the phase before its
-// first had ended. So the first round does not wait.
+// Both sides keep stage and parity in registers, and advance once a step. The producer waits for
+// the opposite parity. A barrier that has not ended any phase yet reports that the phase of parity
+// 1 has ended, so the producer does not wait in the first round.
 #ifndef GPUKERN_TILE_TMA_RING_CUH
 #define GPUKERN_TILE_TMA_RING_CUH
 
@@ -53,7 +53,7 @@ template <int STAGES> struct tma_ring {
             parity ^= 1;
         }
     }
-    // Advances over steps that other consumers take.
+    // Skips steps that other consumers process.
     __device__ __forceinline__ void skip(int count) {
         const int at = stage + count;
         stage = at % STAGES;

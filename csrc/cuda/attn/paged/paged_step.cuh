@@ -3,8 +3,8 @@
  * and the state of the rows that the warp serves.
  *
  * The maximum is lazy. A lane looks at the scores of its own keys. The lanes exchange maxima and
- * rescale O only if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2 in log2
- * units.
+ * rescale O only if a score exceeds its row's maximum by more than SOFTMAX_SLACK_LOG2, a power
+ * of 2.
  *
  * 8-bit codes are multiplied as float16, which represents them exactly. Each row of q is scaled by
  * a power of two, so that it fits float16. */
