@@ -8,7 +8,7 @@
  *
  *  ring of a warp   `stages` stages of KEYS rows of K and KEYS rows of V, each with a full barrier.
  *                   One lane issues the copies. There is no block-wide barrier.
- *  page numbers     Each lane looks up one box, so one load finds 32 boxes. The table entries of the
+ *  page numbers     Each lane looks up one box, so a load finds 32 boxes. The table entries of the
  *                   next 32 boxes are in flight. A box is the part of a step that is in one page. A
  *                   box without a page gets coordinates outside the tensor, so that TMA fills it
  *                   with zeros.

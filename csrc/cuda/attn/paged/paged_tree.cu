@@ -230,7 +230,7 @@ __device__ __forceinline__ float load_cached(const Rows &cache, int64_t at) {
  *
  *  Q K^T  A sum over columns may add them in any order. So of each 32 columns, lane t loads the
  *         eight that begin at 8 t, of both rows of q and of keys g and g + 8.
- *  P V    Of each 64 columns, lane (g, t) loads columns 8 g .. 8 g + 7 of keys 2 t, 2 t + 1, 8 + 2 t
+ *  P V    Of each 64 columns, lane (g, t) loads 8 g .. 8 g + 7 of keys 2 t, 2 t + 1, 8 + 2 t
  *         and 9 + 2 t. The e-th mma multiplies columns 8 g + e, so that o[e] holds columns 16 t + e
  *         and 16 t + 8 + e of the lane's two rows.
  */

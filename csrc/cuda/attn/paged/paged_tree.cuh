@@ -6,7 +6,7 @@
  * The inner call serves the old keys [common, old), which every row sees. The tree kernels serve
  * two other ranges:
  *
- *   edge  [edge, edge_end)  old keys at the left edge of the window, which only some rows see. For a
+ *   edge  [edge, edge_end)  old keys at the left edge of the window, that only some rows see. For a
  *                           sequence with fewer old keys than new tokens this range is all its old
  *                           keys, because the inner call takes no such sequence.
  *   new   [fresh, end)      the new tokens, as the mask shows them
