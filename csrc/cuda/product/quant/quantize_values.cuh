@@ -15,6 +15,7 @@
 #include "../../../formats/scales.h"
 #include "../gemm/activation.cuh"
 #include "../../host/launch.cuh"
+#include "../../ptx/cvt_s8.cuh"
 #include "../../tile/codes.cuh"
 #include "../../tile/convert.cuh"
 #include "../../tile/reduce.cuh"
@@ -25,11 +26,13 @@ constexpr int VEC = 8;            /* columns of a group */
 constexpr int N = 4;              /* groups of a thread */
 constexpr int MOST_WARPS = 16;    /* of a block */
 constexpr int AMAX_BLOCKS = 1056; /* largest grid of the first kernel for a whole tensor */
+constexpr float LOG2_E = 1.4426950408889634f;
 
-/* Kernels are compiled for x itself, or for computed values: silu(gate) * up, or a norm. */
+/* The values that a kernel is compiled for. */
 enum form {
-    PLAIN,
-    MADE
+    PLAIN, /* x itself, in its dtype */
+    GATED, /* silu(gate) * up, in float32. p.vec and p.wide are true. */
+    MADE   /* any that Params::what may name, in float32 */
 };
 
 struct Source { /* [..., M, K] */
@@ -148,8 +151,16 @@ template <class T> struct values_of<PLAIN, T> {
     typedef Group<T> type;
 };
 
+__device__ __forceinline__ float silu_mul(float gate, float up) {
+    return gate * rcp_approx_ftz(1.f + ex2_approx_ftz(gate * -LOG2_E)) * up;
+}
+
 /* Computes a thread's values: x itself, silu(x) * up, or x + residual rounded to x's dtype,
- * which is also stored in `sum`. */
+ * which is also stored in `sum`.
+ *
+ * AT_ONCE groups of both sources are loaded before the first is used. The 32 registers that hold
+ * four groups of 16-bit sources can become the float32 values in place, so a gated row loads all
+ * of them at once. */
 template <int FORM, class T, class Left>
 __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at, Left left,
                                             typename values_of<FORM, T>::type (&v)[N],
@@ -157,24 +168,23 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
     if constexpr (FORM == PLAIN) {
         load_groups(v, at.x, at.x_pitch, p.x.col, p.vec, left);
     } else {
-        constexpr int AT_ONCE = 2; /* groups of two sources; more would cost registers */
+        constexpr int AT_ONCE = FORM == GATED && sizeof(T) == 2 ? N : 2;
+        const bool gated = FORM == GATED || p.what == GK_QUANTIZE_SILU_MUL,
+                   vec = FORM == GATED || p.vec;
 #pragma unroll
         for (int begin = 0; begin < N; begin += AT_ONCE) {
             Group<T> x[AT_ONCE], more[AT_ONCE];
             auto left_here = [&](int n) { return left(begin + n); };
-            load_groups(x, at.x + begin * at.x_pitch, at.x_pitch, p.x.col, p.vec, left_here);
-            if (at.more)
-                load_groups(more, at.more + begin * at.more_pitch, at.more_pitch, p.more.col, p.vec,
+            load_groups(x, at.x + begin * at.x_pitch, at.x_pitch, p.x.col, vec, left_here);
+            if (FORM == GATED || at.more)
+                load_groups(more, at.more + begin * at.more_pitch, at.more_pitch, p.more.col, vec,
                             left_here);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) {
                 Group<float> &to = v[begin + n];
-                if (p.what == GK_QUANTIZE_SILU_MUL) {
+                if (gated) {
 #pragma unroll
-                    for (int i = 0; i < VEC; ++i) {
-                        const float gate = x[n].get(i);
-                        to.v[i] = gate * rcp_approx_ftz(1.f + __expf(-gate)) * more[n].get(i);
-                    }
+                    for (int i = 0; i < VEC; ++i) to.v[i] = silu_mul(x[n].get(i), more[n].get(i));
                     continue;
                 }
                 if (at.more) {
@@ -286,13 +296,23 @@ struct Quotient {
     }
 };
 
+/* Four codes. A NaN has code 0 in int8. */
+template <class Codes>
+__device__ __forceinline__ uint32_t four_codes(gk_dtype dtype, const float *q) {
+    if (dtype != GK_I8) return codes_x4<Codes>(dtype == GK_E4M3 ? GK_E4M3 : GK_E5M2, q);
+    const uint32_t low = __byte_perm(cvt_rni_s8(q[0]), cvt_rni_s8(q[1]), 0x0040),
+                   high = __byte_perm(cvt_rni_s8(q[2]), cvt_rni_s8(q[3]), 0x0040);
+    return __byte_perm(low, high, 0x5410);
+}
+
 template <class Codes, class V>
 __device__ __forceinline__ void store_codes(const Params &p, uint8_t *to, int left, const V &values,
                                             const Quotient &by, bool plain = false) {
     if (left <= 0) return;
     float q[VEC];
     by.of(values, q, plain);
-    const uint2 codes = make_uint2(codes_x4<Codes>(p.dtype, q), codes_x4<Codes>(p.dtype, q + 4));
+    const uint2 codes =
+        make_uint2(four_codes<Codes>(p.dtype, q), four_codes<Codes>(p.dtype, q + 4));
     if (p.wide) {
         *(uint2 *)to = codes;
     } else {
