@@ -65,18 +65,22 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
  * groups of 32 with 16-bit scales leave no room for two. */
 #define GROUPED90_ALL(name, T, C, GROUP, ZERO)     \
     GROUPED90(name "_8", T, C, GROUP, ZERO, 8, 2), \
-        GROUPED90(name "_16", T, C, GROUP, ZERO, 16, ((GROUP) >= (C == E2M1 ? 32 : 128) ? 2 : 1))
+        GROUPED90(name "_16", T, C, GROUP, ZERO, 16, ((GROUP) >= (C == E2M1 ? 32 : 64) ? 2 : 1))
 
 const gk_cuda_instance instances[] = {
     GROUPED90_ALL("bf16_int4_g128", __nv_bfloat16, NIBBLES, 128, false),
     GROUPED90("bf16_int4_g128_16_wide", __nv_bfloat16, NIBBLES, 128, false, 16, 1),
     GROUPED90_ALL("bf16_int4_g32", __nv_bfloat16, NIBBLES, 32, false),
+    GROUPED90_ALL("bf16_int4_g64", __nv_bfloat16, NIBBLES, 64, false),
     GROUPED90_ALL("bf16_uint4_zero_g128", __nv_bfloat16, NIBBLES, 128, true),
+    GROUPED90_ALL("bf16_uint4_zero_g64", __nv_bfloat16, NIBBLES, 64, true),
     GROUPED90_ALL("bf16_mxfp4", __nv_bfloat16, E2M1, 32, false),
     GROUPED90_ALL("bf16_nvfp4", __nv_bfloat16, E2M1, 16, false),
     GROUPED90_ALL("bf16_int8_g128", __nv_bfloat16, INT8, 128, false),
     GROUPED90_ALL("f16_int4_g128", __half, NIBBLES, 128, false),
+    GROUPED90_ALL("f16_int4_g64", __half, NIBBLES, 64, false),
     GROUPED90_ALL("f16_uint4_zero_g128", __half, NIBBLES, 128, true),
+    GROUPED90_ALL("f16_uint4_zero_g64", __half, NIBBLES, 64, true),
     GROUPED90_ALL("f16_int8_g128", __half, INT8, 128, false),
 };
 

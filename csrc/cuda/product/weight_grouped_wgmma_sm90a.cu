@@ -439,12 +439,16 @@ gk_status run_weight_grouped(const gk_context *ctx, const void *args, const gk_p
 const gk_cuda_instance instances[] = {
     GROUPED90_ALL("bf16_int4_g128", __nv_bfloat16, NIBBLES, 128, false),
     GROUPED90_ALL("bf16_int4_g32", __nv_bfloat16, NIBBLES, 32, false),
+    GROUPED90_ALL("bf16_int4_g64", __nv_bfloat16, NIBBLES, 64, false),
     GROUPED90_ALL("bf16_uint4_zero_g128", __nv_bfloat16, NIBBLES, 128, true),
+    GROUPED90_ALL("bf16_uint4_zero_g64", __nv_bfloat16, NIBBLES, 64, true),
     GROUPED90_ALL("bf16_mxfp4", __nv_bfloat16, E2M1, 32, false),
     GROUPED90_ALL("bf16_nvfp4", __nv_bfloat16, E2M1, 16, false),
     GROUPED90_ALL("bf16_int8_g128", __nv_bfloat16, INT8, 128, false),
     GROUPED90_ALL("f16_int4_g128", __half, NIBBLES, 128, false),
+    GROUPED90_ALL("f16_int4_g64", __half, NIBBLES, 64, false),
     GROUPED90_ALL("f16_uint4_zero_g128", __half, NIBBLES, 128, true),
+    GROUPED90_ALL("f16_uint4_zero_g64", __half, NIBBLES, 64, true),
     GROUPED90_ALL("f16_int8_g128", __half, INT8, 128, false),
 };
 
