@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1)
 }
 
 /* ---- 3. instances ---------------------------------------------------------------------------- */
-#define ROW(NAME, D, LANES, MOST)                                            \
+#define INSTANCE(NAME, D, LANES, MOST)                                       \
     {"paged_attn_f32_" NAME,                                                 \
      GK_F32,                                                                 \
      plan,                                                                   \
@@ -221,13 +221,13 @@ __global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1)
      NULL},
 /* clang-format off */
 const gk_cuda_instance instances[] = {
-    ROW("64x4", 64, 4, 4)
-    ROW("64x8", 64, 8, 0)
-    ROW("128x4", 128, 4, 4)
-    ROW("128x8", 128, 8, 0)
+    INSTANCE("64x4", 64, 4, 4)
+    INSTANCE("64x8", 64, 8, 0)
+    INSTANCE("128x4", 128, 4, 4)
+    INSTANCE("128x8", 128, 8, 0)
 };
 /* clang-format on */
-#undef ROW
+#undef INSTANCE
 
 } // namespace
 

@@ -213,23 +213,23 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) 
                                                               0, x);
 }
 
-#define ROW(NAME, DTYPE, T, CODES, MAX_DIM) \
+#define INSTANCE(NAME, DTYPE, T, CODES, MAX_DIM) \
     {"paged_attn_plain_" NAME, DTYPE, plan, run<T, CODES, MAX_DIM>, {CODES, MAX_DIM}, NULL},
-#define ROWS(NAME, DTYPE, T)                              \
-    ROW(NAME, DTYPE, T, false, NARROW)                    \
-    ROW(NAME "_codes", DTYPE, T, true, NARROW)            \
-    ROW(NAME "_wide", DTYPE, T, false, GK_CACHE_HEAD_DIM) \
-    ROW(NAME "_codes_wide", DTYPE, T, true, GK_CACHE_HEAD_DIM)
+#define INSTANCES(NAME, DTYPE, T)                              \
+    INSTANCE(NAME, DTYPE, T, false, NARROW)                    \
+    INSTANCE(NAME "_codes", DTYPE, T, true, NARROW)            \
+    INSTANCE(NAME "_wide", DTYPE, T, false, GK_CACHE_HEAD_DIM) \
+    INSTANCE(NAME "_codes_wide", DTYPE, T, true, GK_CACHE_HEAD_DIM)
 /* clang-format off */
 const gk_cuda_instance instances[] = {
-    ROWS("f32", GK_F32, float)
-    ROWS("bf16", GK_BF16, __nv_bfloat16)
-    ROWS("f16", GK_F16, __half)
-    ROWS("f64", GK_F64, double)
+    INSTANCES("f32", GK_F32, float)
+    INSTANCES("bf16", GK_BF16, __nv_bfloat16)
+    INSTANCES("f16", GK_F16, __half)
+    INSTANCES("f64", GK_F64, double)
 };
 /* clang-format on */
-#undef ROWS
-#undef ROW
+#undef INSTANCES
+#undef INSTANCE
 
 } // namespace
 

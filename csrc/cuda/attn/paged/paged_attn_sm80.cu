@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32,
 }
 
 /* ---- 3. instances ---------------------------------------------------------------------------- */
-#define ROW(NAME, DTYPE, T, D, LANES, MOST)                                \
+#define INSTANCE(NAME, DTYPE, T, D, LANES, MOST)                           \
     {"paged_attn_sm80_" NAME,                                              \
      DTYPE,                                                                \
      plan,                                                                 \
@@ -237,19 +237,19 @@ __global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32,
      NULL},
 /* clang-format off */
 const gk_cuda_instance instances[] = {
-    ROW("bf16_64x8", GK_BF16, __nv_bfloat16, 64, 8, 8)
-    ROW("bf16_64x16", GK_BF16, __nv_bfloat16, 64, 16, 0)
-    ROW("bf16_128x8", GK_BF16, __nv_bfloat16, 128, 8, 8)
-    ROW("bf16_128x16", GK_BF16, __nv_bfloat16, 128, 16, 0)
-    ROW("bf16_256x8", GK_BF16, __nv_bfloat16, 256, 8, 0) /* 16 rows would spill */
-    ROW("f16_64x8", GK_F16, __half, 64, 8, 8)
-    ROW("f16_64x16", GK_F16, __half, 64, 16, 0)
-    ROW("f16_128x8", GK_F16, __half, 128, 8, 8)
-    ROW("f16_128x16", GK_F16, __half, 128, 16, 0)
-    ROW("f16_256x8", GK_F16, __half, 256, 8, 0)
+    INSTANCE("bf16_64x8", GK_BF16, __nv_bfloat16, 64, 8, 8)
+    INSTANCE("bf16_64x16", GK_BF16, __nv_bfloat16, 64, 16, 0)
+    INSTANCE("bf16_128x8", GK_BF16, __nv_bfloat16, 128, 8, 8)
+    INSTANCE("bf16_128x16", GK_BF16, __nv_bfloat16, 128, 16, 0)
+    INSTANCE("bf16_256x8", GK_BF16, __nv_bfloat16, 256, 8, 0) /* 16 rows would spill */
+    INSTANCE("f16_64x8", GK_F16, __half, 64, 8, 8)
+    INSTANCE("f16_64x16", GK_F16, __half, 64, 16, 0)
+    INSTANCE("f16_128x8", GK_F16, __half, 128, 8, 8)
+    INSTANCE("f16_128x16", GK_F16, __half, 128, 16, 0)
+    INSTANCE("f16_256x8", GK_F16, __half, 256, 8, 0)
 };
 /* clang-format on */
-#undef ROW
+#undef INSTANCE
 
 } // namespace
 

@@ -495,7 +495,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 
 /* serves() adds these bytes, for the static shared memory of paged_attn_sm80 */
 constexpr int STATIC_BYTES = 1024;
-#define ROW(NAME, DTYPE, T, PAGES, LANES, MOST)                           \
+#define INSTANCE(NAME, DTYPE, T, PAGES, LANES, MOST)                      \
     {"paged_attn_sm90a_" NAME,                                            \
      DTYPE,                                                               \
      plan<PAGES>,                                                         \
@@ -508,7 +508,7 @@ constexpr int STATIC_BYTES = 1024;
       MOST},                                                              \
      NULL},
 #define BOTH(NAME, DTYPE, T, PAGES) \
-    ROW(NAME "x8", DTYPE, T, PAGES, 8, 8) ROW(NAME "x16", DTYPE, T, PAGES, 16, 0)
+    INSTANCE(NAME "x8", DTYPE, T, PAGES, 8, 8) INSTANCE(NAME "x16", DTYPE, T, PAGES, 16, 0)
 typedef WidePages<__nv_bfloat16, 128> Bf16Pages128;
 typedef WidePages<__half, 128> F16Pages128;
 typedef WidePages<__nv_bfloat16, 64> Bf16Pages64;
@@ -520,9 +520,9 @@ typedef CodePages<GK_E5M2, 128> E5m2Pages128;
 typedef CodePages<GK_E5M2, 256> E5m2Pages256;
 typedef CodePages<GK_I8, 128> I8Pages128;
 typedef CodePages<GK_I8, 256> I8Pages256;
-#define CODES(NAME, PAGES, LANES, MOST)                        \
-    ROW("bf16_" NAME, GK_BF16, EitherHalf, PAGES, LANES, MOST) \
-    ROW("f16_" NAME, GK_F16, EitherHalf, PAGES, LANES, MOST)
+#define CODES(NAME, PAGES, LANES, MOST)                             \
+    INSTANCE("bf16_" NAME, GK_BF16, EitherHalf, PAGES, LANES, MOST) \
+    INSTANCE("f16_" NAME, GK_F16, EitherHalf, PAGES, LANES, MOST)
 /* Pages of codes: the first instance whose head_dim is large enough serves. */
 /* clang-format off */
 const gk_cuda_instance instances[] = {
@@ -542,7 +542,7 @@ const gk_cuda_instance instances[] = {
 /* clang-format on */
 #undef BOTH
 #undef CODES
-#undef ROW
+#undef INSTANCE
 
 } // namespace
 

@@ -413,14 +413,15 @@ struct CodesPlan {
     bool by_page;
 };
 
-bool plan_codes(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_codes(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
+                gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    if (a->k_cache.dtype != row->key[KEY_CODE] || a->v_cache.dtype != row->key[KEY_CODE])
+    if (a->k_cache.dtype != instance->key[KEY_CODE] || a->v_cache.dtype != instance->key[KEY_CODE])
         return false;
-    if (!serves(row, ctx, a)) return false;
+    if (!serves(instance, ctx, a)) return false;
     gk_paged_attn_args wide = *a; /* plan expects caches of q's dtype */
     wide.k_cache.dtype = wide.v_cache.dtype = a->q.dtype;
-    if (!plan(row, ctx, &wide, to)) return false;
+    if (!plan(instance, ctx, &wide, to)) return false;
     CodesPlan &own = gk_own<CodesPlan>(to);
     own.k_scale = code_scale(a->k_scale);
     own.v_scale = code_scale(a->v_scale);
@@ -431,19 +432,19 @@ bool plan_codes(const gk_cuda_instance *row, const gk_context *ctx, const void *
 
 template <class T, auto KERNEL>
 gk_status run_codes(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
+    const gk_cuda_instance *instance = (const gk_cuda_instance *)plan->kernel;
     const CodesPlan &own = gk_own<CodesPlan>(plan);
     CodesCall x = {own.planned.call, own.k_scale, own.v_scale, own.by_page};
     place_splits(x.c, own.planned.sizes, workspace);
     if (x.c.p.tokens == 0 || x.c.p.heads_q == 0) return GK_OK;
     const gk_status status =
         launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)x.c.blocks),
-                       row->key[PagedKey::WARPS] * 32, row->key[PagedKey::SMEM], x);
+                       instance->key[PagedKey::WARPS] * 32, instance->key[PagedKey::SMEM], x);
     if (status != GK_OK || !own.planned.sizes.combines) return status;
     return launch_combine<T>(ctx, x.c);
 }
 
-#define ROW(NAME, DTYPE, T, CODE, D, LANES, MOST)                          \
+#define INSTANCE(NAME, DTYPE, T, CODE, D, LANES, MOST)                     \
     {"paged_codes_sm80_" NAME,                                             \
      DTYPE,                                                                \
      plan_codes,                                                           \
@@ -452,24 +453,24 @@ gk_status run_codes(const gk_context *ctx, const void *, const gk_plan *plan, vo
       Shared<D, LANES>::bytes, MOST, CODE},                                \
      NULL},
 /* 16 rows of 256 columns would spill */
-#define ROWS(NAME, DTYPE, T, CODE)                  \
-    ROW(NAME "_64x8", DTYPE, T, CODE, 64, 8, 8)     \
-    ROW(NAME "_64x16", DTYPE, T, CODE, 64, 16, 0)   \
-    ROW(NAME "_128x8", DTYPE, T, CODE, 128, 8, 8)   \
-    ROW(NAME "_128x16", DTYPE, T, CODE, 128, 16, 0) \
-    ROW(NAME "_256x8", DTYPE, T, CODE, 256, 8, 0)
+#define INSTANCES(NAME, DTYPE, T, CODE)                  \
+    INSTANCE(NAME "_64x8", DTYPE, T, CODE, 64, 8, 8)     \
+    INSTANCE(NAME "_64x16", DTYPE, T, CODE, 64, 16, 0)   \
+    INSTANCE(NAME "_128x8", DTYPE, T, CODE, 128, 8, 8)   \
+    INSTANCE(NAME "_128x16", DTYPE, T, CODE, 128, 16, 0) \
+    INSTANCE(NAME "_256x8", DTYPE, T, CODE, 256, 8, 0)
 /* clang-format off */
 const gk_cuda_instance instances[] = {
-    ROWS("bf16_e4m3", GK_BF16, __nv_bfloat16, GK_E4M3)
-    ROWS("bf16_e5m2", GK_BF16, __nv_bfloat16, GK_E5M2)
-    ROWS("bf16_int8", GK_BF16, __nv_bfloat16, GK_I8)
-    ROWS("f16_e4m3", GK_F16, __half, GK_E4M3)
-    ROWS("f16_e5m2", GK_F16, __half, GK_E5M2)
-    ROWS("f16_int8", GK_F16, __half, GK_I8)
+    INSTANCES("bf16_e4m3", GK_BF16, __nv_bfloat16, GK_E4M3)
+    INSTANCES("bf16_e5m2", GK_BF16, __nv_bfloat16, GK_E5M2)
+    INSTANCES("bf16_int8", GK_BF16, __nv_bfloat16, GK_I8)
+    INSTANCES("f16_e4m3", GK_F16, __half, GK_E4M3)
+    INSTANCES("f16_e5m2", GK_F16, __half, GK_E5M2)
+    INSTANCES("f16_int8", GK_F16, __half, GK_I8)
 };
 /* clang-format on */
-#undef ROWS
-#undef ROW
+#undef INSTANCES
+#undef INSTANCE
 
 } // namespace
 

@@ -124,8 +124,9 @@ bool plan_inner(const gk_context *ctx, const gk_paged_attn_args *a, gk_plan *to)
             (gk_gpu_of(ctx->index)->arch != 90 || (a->flags & GK_PAGED_BATCH_INVARIANT)))
             continue;
         for (int i = 0; i < table->num_instances; ++i) {
-            const gk_cuda_instance *row = table->instances + i;
-            if (row->dtype == a->q.dtype && row->plan(row, ctx, a, gk_plan_begin(to, row)))
+            const gk_cuda_instance *instance = table->instances + i;
+            if (instance->dtype == a->q.dtype &&
+                instance->plan(instance, ctx, a, gk_plan_begin(to, instance)))
                 return true;
         }
     }

@@ -447,13 +447,13 @@ bool plain_rules(const gk_paged_attn_args *a) {
            r.scale > 0 && (float)r.scale > 0;
 }
 
-bool plan_latent(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+bool plan_latent(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                  gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const gk_tensor &q = a->q, &cache = a->k_cache;
     const int64_t tokens = q.shape[0], heads = q.shape[1], batch = a->seq_lens.shape[0];
     if (q.shape[2] != LATENT_DIM || a->v_cache.shape[3] != LATENT_DIM_V || cache.shape[2] != 1 ||
-        cache.dtype != row->dtype || !gk_is_latent(a) || !plain_rules(a))
+        cache.dtype != instance->dtype || !gk_is_latent(a) || !plain_rules(a))
         return false;
     if (cache.shape[1] % 16 != 0 || cache.shape[0] >= INT32_MAX || tokens * heads > INT32_MAX ||
         !in_16_bytes(a->out) || !smem_fits(ctx, LatentSmem::total))

@@ -94,23 +94,24 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? prefill_finish<T>(op, ctx, x.f.fwd) : status;
 }
 
-#define ROW(NAME, DTYPE, T, TILE, MODIFIED)         \
+#define INSTANCE(NAME, DTYPE, T, TILE, MODIFIED)    \
     {"paged_prefill_sm90a_" NAME,                   \
      DTYPE,                                         \
      plan<PagedTile<TILE>>,                         \
      run<T, PagedTile<TILE>, MODIFIED>,             \
      {TILE::HEAD_DIM, Smem<TILE>::BYTES, MODIFIED}, \
      NULL}
-#define ROWS(LABEL, DTYPE, T, TILE) \
-    ROW(LABEL, DTYPE, T, TILE, false), ROW(LABEL "_score", DTYPE, T, TILE, true)
+#define INSTANCES(LABEL, DTYPE, T, TILE) \
+    INSTANCE(LABEL, DTYPE, T, TILE, false), INSTANCE(LABEL "_score", DTYPE, T, TILE, true)
 
-const gk_cuda_instance instances[] = {ROWS("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short),
-                                      ROWS("f16_d64", GK_F16, __half, FwdHopper64Short),
-                                      ROWS("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128),
-                                      ROWS("f16_d128", GK_F16, __half, FwdHopper128),
-                                      ROWS("bf16_d256", GK_BF16, __nv_bfloat16, FwdHopper256)};
-#undef ROWS
-#undef ROW
+const gk_cuda_instance instances[] = {
+    INSTANCES("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short),
+    INSTANCES("f16_d64", GK_F16, __half, FwdHopper64Short),
+    INSTANCES("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128),
+    INSTANCES("f16_d128", GK_F16, __half, FwdHopper128),
+    INSTANCES("bf16_d256", GK_BF16, __nv_bfloat16, FwdHopper256)};
+#undef INSTANCES
+#undef INSTANCE
 
 /* Serves calls with many rows. */
 bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {

@@ -418,12 +418,12 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 
 /* ---- 5. launcher and table ------------------------------------------------------------------- */
 template <class Tile>
-bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan(const gk_cuda_instance *instance, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const gk_attn_rules &r = a->rules;
     if (!gk_paged_mask_of(a) || !prefill_has_many(a) || r.window_left >= 0 ||
         (a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0) || r.softcap > 0 ||
-        r.alibi_slopes || !prefill_plan<Tile>(ctx, a, row->key[PrefillKey::SMEM], to))
+        r.alibi_slopes || !prefill_plan<Tile>(ctx, a, instance->key[PrefillKey::SMEM], to))
         return false;
     gk_own<PrefillParams>(to).f.fwd.problem.rules.right = 0;
     return true;
@@ -449,7 +449,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? prefill_finish<T>(op, ctx, prefill.f.fwd) : status;
 }
 
-#define ROW(NAME, DTYPE, T, TILE)                   \
+#define INSTANCE(NAME, DTYPE, T, TILE)              \
     {"paged_tree_sm90a_" NAME,                      \
      DTYPE,                                         \
      plan<TreeTile<TILE>>,                          \
@@ -457,11 +457,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      {TILE::HEAD_DIM, Smem<TreeTile<TILE>>::BYTES}, \
      NULL}
 
-const gk_cuda_instance instances[] = {ROW("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short),
-                                      ROW("f16_d64", GK_F16, __half, FwdHopper64Short),
-                                      ROW("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128),
-                                      ROW("f16_d128", GK_F16, __half, FwdHopper128)};
-#undef ROW
+const gk_cuda_instance instances[] = {
+    INSTANCE("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short),
+    INSTANCE("f16_d64", GK_F16, __half, FwdHopper64Short),
+    INSTANCE("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128),
+    INSTANCE("f16_d128", GK_F16, __half, FwdHopper128)};
+#undef INSTANCE
 
 } // namespace
 
