@@ -194,6 +194,11 @@ void define_rows(gk::Library &m) {
            " -> (Tensor loss, Tensor dlogits)");
     m.def("kl_div_grad" KL_DIV_GRAD_ARGS("(a!)", "(b!)") " -> ()");
     m.def("kl_div_grad_results" KL_DIV_GRAD_ARGS("", "") " -> ()");
+    def_rows(m, "moe_unpermute", "(Tensor rows, Tensor place, Tensor weight)", " -> Tensor out");
+    def_rows(m, "moe_unpermute_bwd",
+             "(Tensor grad_out, Tensor rows, Tensor place, Tensor weight, bool need_rows, bool "
+             "need_weight)",
+             " -> (Tensor drows, Tensor dweight)");
 }
 
 void define_train(gk::Library &m) {

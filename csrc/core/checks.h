@@ -8,6 +8,7 @@
 #define GPUKERN_CHECKS_H
 
 #include "io.h"
+#include "gpukern_moe.h"
 #include "gpukern_sample.h"
 #include "internal.h"
 
@@ -103,6 +104,8 @@ gk_status gk_check_slots(const gk_kv_cache_write_args *args);
 gk_status gk_check_positions(const gk_rope_args *args);
 gk_status gk_check_targets(const gk_cross_entropy_args *args, int64_t classes);
 gk_status gk_check_count_slots(const gk_sample_tokens_args *args);
+/* The places of moe_unpermute, which name one of `rows` rows or are negative. */
+gk_status gk_check_places(const gk_tensor *place, int64_t rows);
 
 static inline bool gk_reads_contents(const gk_io *io, const gk_context *ctx) {
     return io->depth == GK_CONTENTS && ctx->device == GK_CPU;

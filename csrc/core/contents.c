@@ -199,3 +199,15 @@ gk_status gk_check_count_slots(const gk_sample_tokens_args *args) {
     }
     return GK_OK;
 }
+
+gk_status gk_check_places(const gk_tensor *place, int64_t rows) {
+    for (int64_t i = 0; i < gk_numel(place); ++i) {
+        const int64_t at = load_int(place, gk_offset_of(place, 2, i));
+        if (at < rows) continue;
+        return gk_fail(GK_ERR_INDEX,
+                       "place is expected to hold rows, below %" PRId64
+                       ", or negative ones, got place[%" PRId64 ", %" PRId64 "] = %" PRId64,
+                       rows, i / place->shape[1], i % place->shape[1], at);
+    }
+    return GK_OK;
+}

@@ -4,6 +4,7 @@
 #define GPUKERN_OP_H
 
 #include "gpukern_distill.h"
+#include "gpukern_moe.h"
 #include "gpukern_quant.h"
 #include "gpukern_sample.h"
 #include "gpukern_train.h"

@@ -69,6 +69,8 @@ DECLARE(rope)
 DECLARE(cross_entropy_fwd)
 DECLARE(cross_entropy_bwd)
 DECLARE(kl_div)
+DECLARE(moe_unpermute)
+DECLARE(moe_unpermute_bwd)
 DECLARE(dropout)
 DECLARE(adamw)
 
@@ -184,6 +186,10 @@ static const gk_cpu_instance cross_entropy_fwd_instances[] = {EVERY_ISA(cross_en
 static const gk_cpu_instance cross_entropy_bwd_instances[] = {EVERY_ISA(cross_entropy_bwd),
                                                               REF_INSTANCE(cross_entropy_bwd)};
 static const gk_cpu_instance kl_div_instances[] = {EVERY_ISA(kl_div), REF_INSTANCE(kl_div)};
+static const gk_cpu_instance moe_unpermute_instances[] = {EVERY_ISA(moe_unpermute),
+                                                          REF_INSTANCE(moe_unpermute)};
+static const gk_cpu_instance moe_unpermute_bwd_instances[] = {EVERY_ISA(moe_unpermute_bwd),
+                                                              REF_INSTANCE(moe_unpermute_bwd)};
 static const gk_cpu_instance dropout_instances[] = {EVERY_ISA(dropout), REF_INSTANCE(dropout)};
 /* no arithmetic either, so ref/ serves it */
 static const gk_cpu_instance attn_mask_instances[] = {

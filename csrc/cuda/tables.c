@@ -58,7 +58,8 @@ extern const gk_cuda_table gk_glu_fwd_sm90a_table, gk_glu_fwd_table, gk_glu_bwd_
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table,
-    gk_sample_tokens_table, gk_sample_tokens_sm90a_table, gk_kl_div_table, gk_kl_div_sm90a_table;
+    gk_sample_tokens_table, gk_sample_tokens_sm90a_table, gk_kl_div_table, gk_kl_div_sm90a_table,
+    gk_moe_unpermute_table, gk_moe_unpermute_bwd_table;
 
 /* The features that an attention call may need and not every table has. */
 enum {
@@ -238,6 +239,8 @@ static const gk_cuda_table *const attn_mask_tables[] = {&gk_attn_mask_table};
 static const gk_cuda_table *const sample_tokens_tables[] = {&gk_sample_tokens_sm90a_table,
                                                             &gk_sample_tokens_table};
 static const gk_cuda_table *const kl_div_tables[] = {&gk_kl_div_sm90a_table, &gk_kl_div_table};
+static const gk_cuda_table *const moe_unpermute_tables[] = {&gk_moe_unpermute_table};
+static const gk_cuda_table *const moe_unpermute_bwd_tables[] = {&gk_moe_unpermute_bwd_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {

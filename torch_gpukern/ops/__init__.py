@@ -18,6 +18,7 @@ from .kl_div import kl_div
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_kl_div import linear_kl_div as linear_kl_div
+from .moe_unpermute import moe_unpermute
 from .norm import layer_norm, rms_norm
 from .paged_attn import kv_cache_write, kv_cache_write_latent, paged_attn
 from .quantize import dequantize, quantize, rms_norm_quantize, silu_mul_quantize
@@ -56,6 +57,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
+    "moe_unpermute",
     "pack_weight",
     "paged_attn",
     "quantize",

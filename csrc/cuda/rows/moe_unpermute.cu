@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: BSD-3-Clause
+/* moe_unpermute: the end of a mixture of experts, and its gradients. Serves gk_moe_unpermute and
+ * gk_moe_unpermute_bwd.
+ *
+ *  out[t] = sum_j weight[t, j] rows[place[t, j]]        a place below 0 adds nothing
+ *  drows[r] = sum of weight[t, j] grad_out[t] over the (t, j) with place[t, j] = r
+ *  dweight[t, j] = grad_out[t] . rows[place[t, j]]
+ *
+ * rows, drows [R, H], out, grad_out [T, H], dense along H; place [T, J] int32 or int64, weight
+ * [T, J] float32 or the rows' dtype, any strides; dweight [T, J]. Sums are float32 (float64 for
+ * float64) in the order of j, and of t before it; dot products are summed in one order that depends
+ * on H alone. A place that is not below R is reported and adds nothing.
+ *
+ * Forward: a thread has one vector of a token, 16 bytes if all rows are whole vectors, otherwise
+ * one element. It loads AHEAD rows before it adds the first. Lane l of every warp reads choice l of
+ * the token, and shuffles give it to the others.
+ *
+ * Backward, in three steps:
+ *
+ *  1. clear the workspace: no row has a choice
+ *  2. a thread for each choice: the row's first and last choice, by atomic minimum and maximum;
+ *     dweight of a choice without a row is 0
+ *  3. a warp for each row: drows, and dweight of its choices. The places of a mixture differ. If
+ *     more than one choice names a row, the warp searches all choices from the first to the last,
+ *     so the sum has a fixed order.
+ *
+ * Workspace of the backward: 16 bytes for each row. Bound by memory. */
+#include "gpukern_moe.h"
+#include "row_block.cuh"
+
+namespace {
+
+constexpr int AHEAD = 8;          /* rows that a thread loads before it adds */
+constexpr int MOST_THREADS = 256; /* of a block of the forward pass */
+constexpr int LEAST_THREADS = 64; /* more blocks of fewer threads do not help few tokens */
+constexpr int BACK_THREADS = 256; /* of a block of the backward's kernels */
+constexpr int BACK_AHEAD = 4;     /* vectors of each tensor that a lane loads before it computes */
+
+/* place and weight, read by choice. */
+struct Choices {
+    const void *place, *weight;
+    int64_t place_stride[2], weight_stride[2];
+    int64_t rows, each; /* R, J */
+    bool place_64, weight_narrow;
+    uint8_t *error_word;
+};
+
+Choices choices_of(const gk_context *ctx, const gk_tensor &place, const gk_tensor &weight,
+                   const gk_tensor &rows) {
+    Choices c = {};
+    c.place = place.data;
+    c.weight = weight.data;
+    for (int d = 0; d < 2; ++d) {
+        c.place_stride[d] = place.stride[d];
+        c.weight_stride[d] = weight.stride[d];
+    }
+    c.rows = rows.shape[0];
+    c.each = place.shape[1];
+    c.place_64 = place.dtype == GK_I64;
+    c.weight_narrow = weight.dtype == rows.dtype;
+    c.error_word = ctx->error_word;
+    return c;
+}
+
+/* The row of choice j of token t; -1 if there is none. */
+__device__ __forceinline__ int64_t row_of(const Choices &c, int64_t t, int64_t j) {
+    const int64_t at = t * c.place_stride[0] + j * c.place_stride[1];
+    const int64_t row =
+        c.place_64 ? ((const int64_t *)c.place)[at] : ((const int32_t *)c.place)[at];
+    if (row < c.rows) return row < 0 ? -1 : row;
+    report(c.error_word, GK_BAD_SLOTS);
+    return -1;
+}
+
+template <class T>
+__device__ __forceinline__ typename element<T>::acc weight_of(const Choices &c, int64_t t,
+                                                              int64_t j) {
+    const int64_t at = t * c.weight_stride[0] + j * c.weight_stride[1];
+    if (c.weight_narrow) return to_acc(((const T *)c.weight)[at]);
+    return ((const float *)c.weight)[at];
+}
+
+/* ---- forward --------------------------------------------------------------------------------- */
+struct Params {
+    Choices choices;
+    const void *rows;
+    void *out;
+    int64_t row_stride, out_stride;
+    int64_t n;  /* vectors of a row */
+    int chunks; /* blocks of a token */
+};
+
+template <class T, int V>
+__global__ void __launch_bounds__(MOST_THREADS) moe_unpermute_kernel(Params p) {
+    typedef typename element<T>::acc W;
+    typedef RowSome<T, V> Vec;
+    const int64_t token = blockIdx.x / p.chunks;
+    const int64_t i = (int64_t)(blockIdx.x % p.chunks) * blockDim.x + threadIdx.x;
+    const int lane = threadIdx.x % 32;
+    const bool has = i < p.n;
+    const T *mine = (const T *)p.rows + i * V;
+    W sum[V];
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum[k] = 0;
+    for (int64_t j0 = 0; j0 < p.choices.each; j0 += 32) {
+        const int count = (int)min(int64_t(32), p.choices.each - j0);
+        int64_t row = -1;
+        W weight = 0;
+        if (lane < count) {
+            row = row_of(p.choices, token, j0 + lane);
+            weight = weight_of<T>(p.choices, token, j0 + lane);
+        }
+#pragma unroll 1
+        for (int j = 0; j < count; j += AHEAD) {
+            Vec x[AHEAD];
+            bool adds[AHEAD];
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u) {
+                const int64_t at = __shfl_sync(0xffffffffu, row, (j + u) % 32);
+                adds[u] = has && at >= 0 && j + u < count;
+                if (adds[u]) x[u] = *(const Vec *)(mine + at * p.row_stride);
+            }
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u) {
+                const W by = __shfl_sync(0xffffffffu, weight, (j + u) % 32);
+                if (adds[u])
+#pragma unroll
+                    for (int k = 0; k < V; ++k) sum[k] = fma(by, to_acc(x[u].v[k]), sum[k]);
+            }
+        }
+    }
+    if (!has) return;
+    Vec y;
+#pragma unroll
+    for (int k = 0; k < V; ++k) y.v[k] = from_acc<T>(sum[k]);
+    store_some((T *)p.out + token * p.out_stride + i * V, y);
+}
+
+template <class T> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+    const gk_moe_unpermute_args *a = (const gk_moe_unpermute_args *)args;
+    const bool whole = rows_whole(a->rows, &a->out);
+    const int64_t tokens = a->out.shape[0];
+    Params p = {};
+    p.choices = choices_of(ctx, a->place, a->weight, a->rows);
+    p.rows = a->rows.data;
+    p.out = a->out.data;
+    p.row_stride = a->rows.stride[0];
+    p.out_stride = a->out.stride[0];
+    p.n = a->rows.shape[1] / (whole ? row_vec<T> : 1);
+    /* few tokens are cut into more blocks, so that more SMs load */
+    const int64_t spread = gk_min_i64(gk_ceil_div(p.n, LEAST_THREADS),
+                                      gk_gpu_of(ctx->index)->num_sms / gk_max_i64(tokens, 1));
+    const int64_t chunks = gk_max_i64(gk_ceil_div(p.n, MOST_THREADS), spread);
+    p.chunks = (int)chunks;
+    const dim3 grid((unsigned)(tokens * chunks));
+    const unsigned threads = (unsigned)gk_round_up(gk_ceil_div(p.n, chunks), 32);
+    return whole ? launch<moe_unpermute_kernel<T, row_vec<T>>>("gk_moe_unpermute", ctx, grid,
+                                                               threads, 0, p)
+                 : launch<moe_unpermute_kernel<T, 1>>("gk_moe_unpermute", ctx, grid, threads, 0, p);
+}
+
+bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *to) {
+    const gk_moe_unpermute_args *a = (const gk_moe_unpermute_args *)args;
+    to->tasks = a->out.shape[0];
+    /* at most two blocks for each MOST_THREADS elements, and one for each token */
+    return gk_grid_fits(a->out.shape[0] * (gk_ceil_div(a->rows.shape[1], MOST_THREADS) + 1));
+}
+
+/* ---- backward -------------------------------------------------------------------------------- */
+/* The first and the last choice t J + j that name a row, counted so that 0 says there is none and
+ * both are found by a maximum. */
+struct Named {
+    unsigned long long before_end; /* T J less the first choice */
+    unsigned long long end;        /* the last choice plus 1 */
+};
+
+struct BackParams {
+    Choices choices;
+    const void *grad_out, *rows;
+    void *drows, *dweight;
+    int64_t grad_stride, row_stride, drow_stride;
+    int64_t n, num_choices;
+    Named *named;
+};
+
+template <class T> __global__ void __launch_bounds__(BACK_THREADS) named_kernel(BackParams p) {
+    typedef typename element<T>::acc W;
+    const int64_t step = (int64_t)gridDim.x * BACK_THREADS;
+    for (int64_t i = (int64_t)blockIdx.x * BACK_THREADS + threadIdx.x; i < p.num_choices;
+         i += step) {
+        const int64_t row = row_of(p.choices, i / p.choices.each, i % p.choices.each);
+        if (row >= 0) {
+            atomicMax(&p.named[row].before_end, (unsigned long long)(p.num_choices - i));
+            atomicMax(&p.named[row].end, (unsigned long long)(i + 1));
+        } else if (p.dweight) {
+            ((W *)p.dweight)[i] = 0;
+        }
+    }
+}
+
+/* Adds choice i to drows and writes its dweight. A row of one choice is computed in one pass. */
+template <class T, int V, bool ALONE>
+__device__ __forceinline__ void of_choice(const BackParams &p, int64_t row, int64_t i, int lane) {
+    typedef typename element<T>::acc W;
+    typedef RowSome<T, V> Vec;
+    const int64_t token = i / p.choices.each;
+    const W weight = weight_of<T>(p.choices, token, i % p.choices.each);
+    const Vec *grad = (const Vec *)((const T *)p.grad_out + token * p.grad_stride);
+    const Vec *x = (const Vec *)((const T *)p.rows + row * p.row_stride);
+    T *to = (T *)p.drows + row * p.drow_stride;
+    W dot = 0;
+#pragma unroll 1
+    for (int64_t first = lane; first < p.n; first += 32 * BACK_AHEAD) {
+        Vec g[BACK_AHEAD], y[BACK_AHEAD];
+#pragma unroll
+        for (int u = 0; u < BACK_AHEAD; ++u)
+            if (first + u * 32 < p.n) {
+                g[u] = grad[first + u * 32];
+                if (p.dweight) y[u] = x[first + u * 32];
+            }
+#pragma unroll
+        for (int u = 0; u < BACK_AHEAD; ++u)
+            if (first + u * 32 < p.n) {
+                if (p.dweight)
+#pragma unroll
+                    for (int k = 0; k < V; ++k)
+                        dot = fma(to_acc(g[u].v[k]), to_acc(y[u].v[k]), dot);
+                if (ALONE && p.drows) {
+                    Vec d;
+#pragma unroll
+                    for (int k = 0; k < V; ++k) d.v[k] = from_acc<T>(weight * to_acc(g[u].v[k]));
+                    store_some(to + (first + u * 32) * V, d);
+                }
+            }
+    }
+    if (!p.dweight) return;
+    dot = warp_sum(dot);
+    if (lane == 0) ((W *)p.dweight)[i] = dot;
+}
+
+/* The choices of 32 numbers from i on that name the row, a bit each. */
+__device__ __forceinline__ unsigned naming(const BackParams &p, int64_t row, int64_t i, int64_t end,
+                                           int lane) {
+    const int64_t at = i + lane;
+    return __ballot_sync(0xffffffffu, at < end && row_of(p.choices, at / p.choices.each,
+                                                         at % p.choices.each) == row);
+}
+
+/* A row that several choices name. The warp searches the choices once for dweight, and once for
+ * each 32 vectors of drows. */
+template <class T, int V>
+__device__ __forceinline__ void of_several(const BackParams &p, int64_t row, int64_t begin,
+                                           int64_t end, int lane) {
+    typedef typename element<T>::acc W;
+    for (int64_t i = begin; p.dweight && i < end; i += 32)
+        for (unsigned bits = naming(p, row, i, end, lane); bits; bits &= bits - 1)
+            of_choice<T, V, false>(p, row, i + __ffs(bits) - 1, lane);
+    for (int64_t first = 0; p.drows && first < p.n; first += 32) {
+        const int64_t mine = first + lane;
+        W sum[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) sum[k] = 0;
+        for (int64_t i = begin; i < end; i += 32)
+            for (unsigned bits = naming(p, row, i, end, lane); bits; bits &= bits - 1) {
+                const int64_t choice = i + __ffs(bits) - 1, token = choice / p.choices.each;
+                const W weight = weight_of<T>(p.choices, token, choice % p.choices.each);
+                if (mine >= p.n) continue;
+                const RowSome<T, V> g = *(const RowSome<T, V> *)((const T *)p.grad_out +
+                                                                 token * p.grad_stride + mine * V);
+#pragma unroll
+                for (int k = 0; k < V; ++k) sum[k] = fma(weight, to_acc(g.v[k]), sum[k]);
+            }
+        if (mine >= p.n) continue;
+        RowSome<T, V> d;
+#pragma unroll
+        for (int k = 0; k < V; ++k) d.v[k] = from_acc<T>(sum[k]);
+        store_some((T *)p.drows + row * p.drow_stride + mine * V, d);
+    }
+}
+
+template <class T, int V> __global__ void __launch_bounds__(BACK_THREADS) bwd_kernel(BackParams p) {
+    const int lane = threadIdx.x % 32;
+    const int64_t step = (int64_t)gridDim.x * (BACK_THREADS / 32);
+    for (int64_t row = (int64_t)blockIdx.x * (BACK_THREADS / 32) + threadIdx.x / 32;
+         row < p.choices.rows; row += step) {
+        const Named named = p.named[row];
+        const int64_t begin = p.num_choices - (int64_t)named.before_end, end = (int64_t)named.end;
+        if (end == 0) {
+            RowSome<T, V> zeros;
+#pragma unroll
+            for (int k = 0; k < V; ++k) zeros.v[k] = from_acc<T>(0);
+            for (int64_t i = lane; p.drows && i < p.n; i += 32)
+                store_some((T *)p.drows + row * p.drow_stride + i * V, zeros);
+        } else if (begin + 1 == end) {
+            of_choice<T, V, true>(p, row, begin, lane);
+        } else {
+            of_several<T, V>(p, row, begin, end, lane);
+        }
+    }
+}
+
+template <class T>
+gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *workspace) {
+    const char *op = "gk_moe_unpermute_bwd";
+    const gk_moe_unpermute_bwd_args *a = (const gk_moe_unpermute_bwd_args *)args;
+    const bool whole = rows_whole(a->rows, &a->grad_out, a->drows);
+    BackParams p = {};
+    p.choices = choices_of(ctx, a->place, a->weight, a->rows);
+    p.grad_out = a->grad_out.data;
+    p.rows = a->rows.data;
+    p.drows = a->drows ? a->drows->data : nullptr;
+    p.dweight = a->dweight ? a->dweight->data : nullptr;
+    p.grad_stride = a->grad_out.stride[0];
+    p.row_stride = a->rows.stride[0];
+    p.drow_stride = a->drows ? a->drows->stride[0] : 0;
+    p.n = a->rows.shape[1] / (whole ? row_vec<T> : 1);
+    p.num_choices = gk_numel(&a->place);
+    p.named = (Named *)workspace;
+    if (!p.drows && !p.dweight) return GK_OK;
+    gk_status status = GK_OK;
+    if (p.choices.rows > 0)
+        status = clear_memory(op, ctx, workspace, (size_t)p.choices.rows * sizeof(Named));
+    const auto blocks = [](int64_t n, int64_t each) {
+        return dim3((unsigned)gk_min_i64(gk_ceil_div(n, each), 1 << 20));
+    };
+    if (status == GK_OK)
+        status = launch<named_kernel<T>>(op, ctx, blocks(p.num_choices, BACK_THREADS), BACK_THREADS,
+                                         0, p);
+    if (status != GK_OK) return status;
+    const dim3 grid = blocks(p.choices.rows, BACK_THREADS / 32);
+    return whole ? launch<bwd_kernel<T, row_vec<T>>>(op, ctx, grid, BACK_THREADS, 0, p)
+                 : launch<bwd_kernel<T, 1>>(op, ctx, grid, BACK_THREADS, 0, p);
+}
+
+bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *to) {
+    to->tasks = ((const gk_moe_unpermute_bwd_args *)args)->rows.shape[0];
+    to->workspace_bytes = (size_t)to->tasks * sizeof(Named);
+    return true;
+}
+
+const gk_cuda_instance forward[] = {
+    {"moe_unpermute_f32", GK_F32, plan, run<float>, {}, NULL},
+    {"moe_unpermute_bf16", GK_BF16, plan, run<__nv_bfloat16>, {}, NULL},
+    {"moe_unpermute_f16", GK_F16, plan, run<__half>, {}, NULL},
+    {"moe_unpermute_f64", GK_F64, plan, run<double>, {}, NULL},
+};
+const gk_cuda_instance backward[] = {
+    {"moe_unpermute_bwd_f32", GK_F32, bwd_plan, bwd_run<float>, {}, NULL},
+    {"moe_unpermute_bwd_bf16", GK_BF16, bwd_plan, bwd_run<__nv_bfloat16>, {}, NULL},
+    {"moe_unpermute_bwd_f16", GK_F16, bwd_plan, bwd_run<__half>, {}, NULL},
+    {"moe_unpermute_bwd_f64", GK_F64, bwd_plan, bwd_run<double>, {}, NULL},
+};
+
+} // namespace
+
+extern "C" const gk_cuda_table gk_moe_unpermute_table = {forward, 4, 80, NULL};
+extern "C" const gk_cuda_table gk_moe_unpermute_bwd_table = {backward, 4, 80, NULL};
