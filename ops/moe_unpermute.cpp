@@ -56,7 +56,6 @@ void implement(Library &m) {
     m.impl("moe_unpermute", op_all<MoeUnpermute>);
     m.impl("explain_moe_unpermute", op_explain<MoeUnpermute>);
     m.impl("moe_unpermute_bwd", op_all<MoeUnpermuteBwd>);
-    m.impl("explain_moe_unpermute_bwd", op_explain<MoeUnpermuteBwd>);
 }
 void implement_shapes(Library &m) {
     m.impl("moe_unpermute_results", op_results<MoeUnpermute>);

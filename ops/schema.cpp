@@ -195,10 +195,10 @@ void define_rows(gk::Library &m) {
     m.def("kl_div_grad" KL_DIV_GRAD_ARGS("(a!)", "(b!)") " -> ()");
     m.def("kl_div_grad_results" KL_DIV_GRAD_ARGS("", "") " -> ()");
     def_rows(m, "moe_unpermute", "(Tensor rows, Tensor place, Tensor weight)", " -> Tensor out");
-    def_rows(m, "moe_unpermute_bwd",
-             "(Tensor grad_out, Tensor rows, Tensor place, Tensor weight, bool need_rows, bool "
-             "need_weight)",
-             " -> (Tensor drows, Tensor dweight)");
+    def_all(m, "moe_unpermute_bwd",
+            "(Tensor grad_out, Tensor rows, Tensor place, Tensor weight, bool need_rows, bool "
+            "need_weight)",
+            " -> (Tensor drows, Tensor dweight)");
 }
 
 void define_train(gk::Library &m) {

@@ -155,6 +155,12 @@ def sampled_with_penalties(**change):
     )
 
 
+def chosen(**change):
+    """A valid moe_unpermute call with some of its arguments changed. Rows 4 and 0 have two places
+    and none."""
+    return dict(rows=t(6, 8), place=i32(3, 5, 4, 1, -1, 4, 2, -7).view(4, 2), weight=t(4, 2)) | change
+
+
 def distilled(**change):
     """A valid kl_div call with some of its arguments changed."""
     return dict(logits=t(2, 3, 7), teacher_logits=t(2, 3, 7).flip(-1) / 2) | change
@@ -665,6 +671,17 @@ VALUE_ERRORS = [
     ("kl_div", distilled(mask=t(3).to(torch.uint8)), "mask must have shape [2, 3], got [3]"),
     ("kl_div", distilled(beta=1.5), "beta must be between 0 and 1, got 1.5"),
     ("kl_div", distilled(temperature=0.0), "temperature must be positive and finite, got 0"),
+    # ---- moe_unpermute
+    ("moe_unpermute", chosen(rows=t(6, 8).int()), f"rows must be {FLOATS}, got int32"),
+    ("moe_unpermute", chosen(rows=t(8)), "rows must have 2 dimensions [R, H], got 1"),
+    ("moe_unpermute", chosen(place=i32(0, 1)), "place must have 2 dimensions [T, J], got 1"),
+    ("moe_unpermute", chosen(place=t(4, 2)), "place must be int32 or int64, got float32"),
+    ("moe_unpermute", chosen(weight=t(4, 3)), "weight must have shape [4, 2], got [4, 3]"),
+    (
+        "moe_unpermute",
+        chosen(rows=t(6, 8, dtype=BF16), weight=t(4, 2, dtype=torch.float16)),
+        "weight must be float32 or bfloat16, got float16",
+    ),
     # ---- sample_tokens
     ("sample_tokens", sampled(logits=t(3, 7).int()), f"logits must be {FLOATS}, got int32"),
     ("sample_tokens", sampled(logits=t(7)), "logits must have 2 dimensions [R, V], got 1"),
@@ -917,6 +934,8 @@ INDEX_ERRORS = [
         sampled_with_penalties(slots=torch.tensor([0, 2, -1])),
         "slots is expected to hold rows of counts, below 2, or negative ones, got slots[1] = 2",
     ),
+    ("moe_unpermute", chosen(place=i32(3, 5, 4, 1, -1, 6, 2, -7).view(4, 2)),
+     "place is expected to hold rows, below 6, or negative ones, got place[2, 1] = 6"),
     ("rope_kv_write", rotated_write(positions=i32(0, 1, 6)), "positions is expected to hold rows "
                                                              "of cos, [0, 6), got 6 at token 2"),
     ("rope_kv_write", rotated_write(slots=torch.tensor([0, 20, -1])),
@@ -1155,6 +1174,16 @@ OPS = {
                 beta=0.3,
                 temperature=1.7,
             ),
+        },
+    ),
+    "moe_unpermute": Registered(
+        chosen,
+        ("rows", "weight"),
+        explained=True,
+        variants={
+            "": {},
+            "int64": dict(place=torch.tensor([[3, 5], [-1, -1], [0, 1], [2, 4]])),
+            "one expert": dict(place=i32(5, 0, -1, 2).view(4, 1), weight=t(4, 1)),
         },
     ),
     "sample_tokens": Registered(

@@ -119,6 +119,7 @@ Explained = _Literal[
     "rope",
     "cross_entropy",
     "kl_div",
+    "moe_unpermute",
     "dropout",
     "dropout_add",
     "bias_gelu_dropout",

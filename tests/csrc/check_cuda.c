@@ -1489,6 +1489,8 @@ static const struct {
            {GK_OP_CROSS_ENTROPY_FWD, "cross_entropy_fwd", loss_draw, loss_expect},
            {GK_OP_CROSS_ENTROPY_BWD, "cross_entropy_bwd", loss_bwd_draw, loss_bwd_expect},
            {GK_OP_KL_DIV, "kl_div", kl_div_draw, kl_div_expect},
+           {GK_OP_MOE_UNPERMUTE, "moe_unpermute", moe_draw, moe_expect},
+           {GK_OP_MOE_UNPERMUTE_BWD, "moe_unpermute_bwd", moe_bwd_draw, moe_bwd_expect},
            {GK_OP_DROPOUT, "dropout", dropout_draw, dropout_expect},
            {GK_OP_QUANTIZE, "quantize", quantize_draw, quantize_expect},
            {GK_OP_DEQUANTIZE, "dequantize", dequantize_draw, dequantize_expect},

@@ -16,12 +16,15 @@
  *   cross_entropy  size (1 + max |z|) times the weights of the row; loss s (1 + max |z|)
  *                  backward: size |g| times those weights
  *   kl_div         size 60 for the loss; dlogits 60 (S + T) / temperature; loss s
+ *   moe_unpermute  size sum |w x|; loss 4 u times the terms; backward sum |w g|, and sum |g x| with
+ *                  loss s for dweight
  *   dropout        size |x + b| / (1 - p) + |residual|; loss 32 u. Which elements are kept is
  *                  exact. Backward: size |g| (1 + |x + b|) / (1 - p)
  *
  * adamw writes the tensors that it reads, which no problem here supports. tests/ops/test_train.py
  * tests it on both devices. */
 #include "gpukern_distill.h"
+#include "gpukern_moe.h"
 #include "gpukern_train.h"
 #include "formats/philox.h"
 
@@ -38,6 +41,8 @@ static struct {
         gk_cross_entropy_more_args loss;
         gk_cross_entropy_bwd_more_args loss_bwd;
         gk_kl_div_args kl_div;
+        gk_moe_unpermute_args moe;
+        gk_moe_unpermute_bwd_args moe_bwd;
         gk_dropout_args dropout;
     } args;
     int64_t shape[3], n;
@@ -581,6 +586,131 @@ static void kl_div_expect(void) {
         add_probabilities(&r.x, i, a->temperature, 60 / a->temperature, &dx->size);
         add_probabilities(&r.y, i, a->temperature, 60 / a->temperature, &dx->size);
     }
+}
+
+/* ---- moe_unpermute --------------------------------------------------------------------------- */
+/* Draws rows [R, H], place and weight [T, J], and a tensor [T, H] at out. */
+static void choices_draw(gk_dtype dtype, bool large, bool backward) {
+    static const int swapped[2] = {1, 0};
+    static const int64_t each[] = {1, 2, 3, 4, 8, 9, 16, 40};
+    rows_shape(dtype, large, false);
+    const int64_t rows = gk_max_i64(2, small_or(50000, 200000) / r.n);
+    const int64_t choices[2] = {1 + check_below(gk_min_i64(rows, 70)), PICK(each)};
+    r.ndim = 2;
+    r.shape[0] = 1 + check_below(gk_min_i64(rows, 300));
+    r.shape[1] = r.n;
+    ROWS(x, dtype, r.n, false);
+    if (backward) ROWS(out2, dtype, r.n, true);
+    r.index = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, 2, choices,
+                                check_below(2) ? swapped : NULL, 1 + check_below(2), 0);
+    r.w = check_tensor_make(vector_dtype(dtype), 2, choices, check_below(2) ? swapped : NULL,
+                            1 + check_below(2), 0);
+    mirror(&r.index, "place", false);
+    mirror(&r.w, "weight", false);
+    r.shape[0] = choices[0];
+    ROWS(out, dtype, r.n, !backward);
+    say("%lld rows, %lld x %lld choices", (long long)r.x.t.shape[0], (long long)choices[0],
+        (long long)choices[1]);
+}
+
+/* Places that differ where there are enough rows, some below 0. Rows without a place are NaN, as
+ * are the weights of places below 0. Returns a choice that the caller may make invalid, or -1. */
+static int64_t choices_fill(void) {
+    const int64_t rows = r.x.t.shape[0], choices = gk_numel(&r.index.t);
+    const bool differ = check_below(3) != 0;
+    const int64_t past = check_below(4) ? -1 : check_below(choices);
+    check_fill(&r.x, NAN);
+    check_fill_normal(&r.w, 1);
+    for (int64_t i = 0; i < choices; ++i) {
+        int64_t row = differ ? choices - 1 - i : check_below(rows);
+        if (row >= rows || i == past || check_below(7) == 0) row = -1 - check_below(9);
+        check_set(&r.index.t, i, (double)row);
+        if (row < 0) check_set(&r.w.t, i, NAN);
+        for (int64_t c = 0; row >= 0 && c < r.n; ++c)
+            check_set(&r.x.t, row * r.n + c, check_normal());
+    }
+    return past;
+}
+
+static void spoil_place(int64_t choice) {
+    if (choice < 0) return;
+    check_set(&r.index.t, choice, (double)(r.x.t.shape[0] + check_below(1000)));
+    error_kind = GK_BAD_SLOTS;
+}
+
+static void moe_draw(gk_dtype dtype, bool large) {
+    choices_draw(dtype, large, false);
+    gk_moe_unpermute_args *a = &r.args.moe;
+    *a = (gk_moe_unpermute_args)GK_MOE_UNPERMUTE_ARGS_INIT;
+    a->rows = r.x.t;
+    a->place = r.index.t;
+    a->weight = r.w.t;
+    a->out = r.out.t;
+    TO_DEVICE(*a);
+}
+
+static void moe_expect(void) {
+    const int64_t past = choices_fill(), each = r.index.t.shape[1];
+    result *out = expected(&r.out, 4 * check_acc_unit(r.x.t.dtype) * (double)(each + 1));
+    gk_moe_unpermute_args ref = r.args.moe;
+    ref.out = out->exact.t;
+    gk_ref_moe_unpermute(&ref_ctx, &ref);
+    for (int64_t i = 0; i < gk_numel(&r.out.t); ++i) {
+        double size = 0;
+        for (int64_t j = 0; j < each; ++j) {
+            const int64_t choice = i / r.n * each + j;
+            const int64_t row = (int64_t)check_get(&r.index.t, choice);
+            if (row >= 0)
+                size += fabs(check_get(&r.w.t, choice) * check_get(&r.x.t, row * r.n + i % r.n));
+        }
+        check_set(&out->size.t, i, size);
+    }
+    spoil_place(past);
+}
+
+static void moe_bwd_draw(gk_dtype dtype, bool large) {
+    choices_draw(dtype, large, true);
+    may_have_workspace = true;
+    r.out3 = check_dense(gk_stats_dtype(dtype), 2, r.index.t.shape);
+    mirror(&r.out3, "dweight", true);
+    gk_moe_unpermute_bwd_args *a = &r.args.moe_bwd;
+    *a = (gk_moe_unpermute_bwd_args)GK_MOE_UNPERMUTE_BWD_ARGS_INIT;
+    a->grad_out = r.out.t;
+    a->rows = r.x.t;
+    a->place = r.index.t;
+    a->weight = r.w.t;
+    const int64_t wanted = check_below(4);
+    if (wanted != 0) a->drows = &r.out2.t;
+    if (wanted != 1) a->dweight = &r.out3.t;
+    TO_DEVICE(*a);
+}
+
+static void moe_bwd_expect(void) {
+    const gk_moe_unpermute_bwd_args *a = &r.args.moe_bwd;
+    const int64_t past = choices_fill(), choices = gk_numel(&r.index.t), each = a->place.shape[1];
+    const double u = check_acc_unit(r.x.t.dtype);
+    check_fill_normal(&r.out, 1);
+    result *drows = a->drows ? expected(&r.out2, 4 * u * (double)(choices + 1)) : NULL;
+    result *dweight = a->dweight ? expected(&r.out3, sum_loss(r.x.t.dtype, r.n)) : NULL;
+    gk_moe_unpermute_bwd_args ref = *a;
+    ref.drows = drows ? &drows->exact.t : NULL;
+    ref.dweight = dweight ? &dweight->exact.t : NULL;
+    gk_ref_moe_unpermute_bwd(&ref_ctx, &ref);
+    for (int64_t i = 0; drows && i < gk_numel(&r.x.t); ++i) check_set(&drows->size.t, i, 0);
+    for (int64_t choice = 0; choice < choices; ++choice) {
+        const int64_t row = (int64_t)check_get(&r.index.t, choice), token = choice / each;
+        double size = 0;
+        for (int64_t c = 0; row >= 0 && c < r.n; ++c) {
+            const double g = fabs(check_get(&r.out.t, token * r.n + c));
+            const int64_t at = row * r.n + c;
+            size += g * fabs(check_get(&r.x.t, at));
+            if (drows)
+                check_set(&drows->size.t, at,
+                          check_get(&drows->size.t, at) + g * fabs(check_get(&r.w.t, choice)));
+        }
+        if (dweight) check_set(&dweight->size.t, choice, size);
+    }
+    spoil_place(past);
 }
 
 /* ---- dropout --------------------------------------------------------------------------------- */

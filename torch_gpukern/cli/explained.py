@@ -404,6 +404,17 @@ def _rope_kv_write(args: argparse.Namespace) -> tuple[list, dict]:
     return [q, k, v, cos, sin, places, *caches, places], {}
 
 
+def _add_top_k(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--top-k", type=whole(1), default=8, help="experts of each token")
+
+
+def _moe_unpermute(args: argparse.Namespace) -> tuple[list, dict]:
+    rows = _dense(args, args.tokens * args.top_k, args.n)
+    place = torch.arange(args.tokens * args.top_k, dtype=torch.int32, device=rows.device)
+    weight = rows.new_ones(args.tokens, args.top_k, dtype=stats_dtype(rows))
+    return [rows, place.view(weight.shape), weight], {}
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 _ATTENTION = ("BQ", "BKV", "chunk", "")
@@ -435,6 +446,7 @@ CALLS = {
     "geglu": Call("m n", DTYPES, _nothing, _two),
     "cross_entropy": Call("m n", DTYPES, _nothing, _cross_entropy),
     "kl_div": Call("m n", DTYPES, _nothing, _two),
+    "moe_unpermute": Call("tokens n", DTYPES, _add_top_k, _moe_unpermute),
     "dropout": Call("m n", DTYPES, _add_dropout, _dropout),
     "dropout_add": Call("m n", DTYPES, _add_dropout, _dropout_add),
     "bias_gelu_dropout": Call("m n", DTYPES, _add_dropout, _gelu_dropout),

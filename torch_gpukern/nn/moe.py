@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..ops import grouped_gemm, swiglu
+from ..ops import grouped_gemm, moe_unpermute, swiglu
 from ..ops.gemm import Activation
 from ..ops.wrong_types import refuse_non_tensors
 from ..reference import ACTIVATIONS
@@ -82,7 +82,10 @@ def grouped_experts(
     experts, order = torch.sort(expert_of.reshape(-1), stable=True)
     every = torch.arange(up.shape[0], device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-    rows = x.index_select(0, order // each)
+    count = torch.arange(tokens * each, dtype=torch.int32, device=x.device)
+    place = torch.empty_like(order, dtype=torch.int32).scatter_(0, order, count)
+    place = torch.where(chosen, place.view(tokens, each), -1)
+    rows = gathered(x, order, place)
     rows = _times(rows, up, ends, up_bias)
     if gate is swiglu and not isinstance(down, Tensor):
         rows = down.times_swiglu(rows, ends, down_bias)
@@ -90,8 +93,7 @@ def grouped_experts(
         rows = _times(gate(rows), down, ends, down_bias)
     if after is not None:
         rows = after(rows)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
-    return weighted_sum(rows.index_select(0, place), weight_of, chosen).to(x.dtype)
+    return combined(rows, place, weight_of, x.dtype)
 
 
 def _times(rows: Tensor, w: Tensor | ExpertWeights, ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -141,16 +143,46 @@ def check_experts(op: str, x: Tensor, expert_of: Tensor, up: Any, down: Any) -> 
         )
 
 
-def weighted_sum(rows: Tensor, weight_of: Tensor, chosen: Tensor) -> Tensor:
-    """[T, H] float32 from rows [T J, H]: each token's weighted sum over its chosen experts, in their
-    order. chosen is [T, J].
+class _Gathered(torch.autograd.Function):
+    """Gathers rows of x [T, H] for the choices in `order`: choice i belongs to token i // J. place
+    [T, J] says where the row of each choice went, below 0 if no product reads it.
 
-    Both factors are masked instead of their product, because the backward of a masked product
-    still multiplies 0 by NaN. rows are masked in their own dtype and become float32 in the
-    multiplication, because each pass over them in float32 would cost two passes in 16 bits.
+    Backward sums the gradients of a token's rows in float32, in the order of choices. The backward
+    of `index_select` adds them one by one in x's dtype, in no fixed order, with atomics (measured:
+    1.1 ms for 65,536 rows of 2048 bfloat16 on an H200).
     """
-    rows = torch.where(chosen.unsqueeze(-1), rows.unflatten(0, chosen.shape), 0.0)
-    return (rows * torch.where(chosen, weight_of.float(), 0.0).unsqueeze(-1)).sum(1)
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        return x.index_select(0, order // place.shape[1])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (place,) = ctx.saved_tensors
+        ones = grad.new_ones((), dtype=torch.float32).expand(place.shape)
+        return moe_unpermute(grad, place, ones), None, None
+
+
+def gathered(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """The rows of x for the choices in `order`, as `_Gathered` does it."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Gathered.apply(x, order, place)
+    return x.index_select(0, order // place.shape[1])
+
+
+def combined(rows: Tensor, place: Tensor, weight_of: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, H] in `dtype`: each token's weighted sum of its experts' rows. Rows of a narrower dtype,
+    as products under autocast return, are widened first, so that the sum is rounded once."""
+    rows = rows.to(torch.promote_types(rows.dtype, dtype))
+    if weight_of.dtype is not rows.dtype:
+        weight_of = weight_of.float()
+    return moe_unpermute(rows, place, weight_of).to(dtype)
 
 
 class MoE(torch.nn.Module):

@@ -139,7 +139,6 @@ _moe_unpermute_bwd = define_op(
     save=lambda needs, args, *results: (args[:4], {}),
     saved=("grad_out", "rows", "place", "weight"),
     backward=_bwd_backward,
-    reads_all=lambda args: True,
     flops=_bwd_flops,
     fold=_bwd_fold,
 )

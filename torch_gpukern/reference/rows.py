@@ -25,6 +25,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",
+    "moe_unpermute",
     "rms_norm",
     "rope",
     "rotated",
@@ -196,6 +197,18 @@ def kl_div(logits, teacher_logits, *, mask=None, beta=0.0, temperature=1.0):
         m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
         loss = beta * divergence(t, m) + (1 - beta) * divergence(s, m)
     return loss if hidden is None else loss.masked_fill(hidden, 0.0)
+
+
+# ---- mixtures of experts -------------------------------------------------------------------------
+
+
+def moe_unpermute(rows, place, weight):
+    """``sum over j of weight[t, j] * rows[place[t, j]]`` over places that are not below 0."""
+    kept = place >= 0
+    # both factors are masked: NaN times 0 would be NaN
+    picked = _wide(rows)[place.clamp(min=0).long()].masked_fill(~kept[..., None], 0.0)
+    by = weight.to(picked.dtype).masked_fill(~kept, 0.0)
+    return (picked * by[..., None]).sum(1).to(rows.dtype)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
