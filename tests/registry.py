@@ -158,7 +158,9 @@ def sampled_with_penalties(**change):
 def chosen(**change):
     """A valid moe_unpermute call with some of its arguments changed. Rows 4 and 0 have two places
     and none."""
-    return dict(rows=t(6, 8), place=i32(3, 5, 4, 1, -1, 4, 2, -7).view(4, 2), weight=t(4, 2)) | change
+    return (
+        dict(rows=t(6, 8), place=i32(3, 5, 4, 1, -1, 4, 2, -7).view(4, 2), weight=t(4, 2)) | change
+    )
 
 
 def distilled(**change):

@@ -82,7 +82,7 @@ RETIRED = (
     (
         r"slots?",
         "stage",
-        r"csrc/cuda/(?!attn/\w+/(kv_cache_write|rope_kv_write|fwd_score)|rows/sample_tokens)|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)",
+        r"csrc/cuda/(?!attn/\w+/(kv_cache_write|rope_kv_write|fwd_score)|rows/(sample_tokens|moe_unpermute))|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)",
     ),
     (r"lets? go|let_go|LetGo", "release", ""),
     # in docs, "skewed" also describes warpgroups that are offset in time

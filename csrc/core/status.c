@@ -44,7 +44,7 @@ const char *gk_device_error_text(gk_device_error kind) {
         return "paged_attn: block_table is expected to hold pages of the cache";
     case GK_BAD_SLOTS:
         return "kv_cache_write: slots is expected to hold slots of the cache, or negative ones to "
-               "skip";
+               "skip; moe_unpermute: place is expected to hold rows, or negative numbers";
     case GK_BAD_POSITIONS: return "rope: positions is expected to hold rows of cos and sin";
     case GK_BAD_TARGETS: return "cross_entropy: target is expected to hold classes or ignore_index";
     case GK_BAD_MASK_BLOCKS:

@@ -310,6 +310,7 @@ def test_explain_writes_no_large_tensor():
         "m n k": ("1024", "1024", "1024"),
         "m n": ("1024", "1024"),
         "tokens": ("1024",),
+        "tokens n": ("1024", "1024"),
         "": (),
     }
     more = {

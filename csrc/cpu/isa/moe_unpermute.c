@@ -5,9 +5,9 @@
  *  drows[r] = sum of weight[t, j] grad_out[t] over the (t, j) with place[t, j] = r
  *  dweight[t, j] = grad_out[t] . rows[place[t, j]]
  *
- * rows, drows [R, H], out, grad_out [T, H] float32, bfloat16 or float16, dense along H; place
- * [T, J] int32 or int64, weight [T, J] float32 or the rows' dtype; dweight [T, J] float32. Sums are
- * float32, in the order of t and j, and are rounded once.
+ * rows, drows [R, H], out, grad_out [T, H] float32, bfloat16 or float16, whose last dimension is
+ * dense; place [T, J] int32 or int64, weight [T, J] float32 or the rows' dtype; dweight [T, J]
+ * float32. Sums are float32, in the order of t and j, and are rounded once.
  *
  * A task of the forward pass is a run of tokens. In the backward one pass over the choices (t, j),
  * which is not parallel, finds the first and the last choice of each row. A task is then a run of

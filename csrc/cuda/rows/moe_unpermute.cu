@@ -6,10 +6,10 @@
  *  drows[r] = sum of weight[t, j] grad_out[t] over the (t, j) with place[t, j] = r
  *  dweight[t, j] = grad_out[t] . rows[place[t, j]]
  *
- * rows, drows [R, H], out, grad_out [T, H], dense along H; place [T, J] int32 or int64, weight
- * [T, J] float32 or the rows' dtype, any strides; dweight [T, J]. Sums are float32 (float64 for
- * float64) in the order of j, and of t before it; dot products are summed in one order that depends
- * on H alone. A place that is not below R is reported and adds nothing.
+ * rows, drows [R, H], out, grad_out [T, H], whose last dimension is dense; place [T, J] int32 or
+ * int64, weight [T, J] float32 or the rows' dtype, any strides; dweight [T, J]. Sums are float32
+ * (float64 for float64) in the order of j, and of t before it; dot products are summed in one order
+ * that depends on H alone. A place that is not below R is reported and adds nothing.
  *
  * Forward: a thread has one vector of a token, 16 bytes if all rows are whole vectors, otherwise
  * one element. It loads AHEAD rows before it adds the first. Lane l of every warp reads choice l of

@@ -319,13 +319,20 @@ def test_hostile_tensors_never_crash(hostile, name):
             "cu_seqlens_k",
             "target",
             "seed",
+            "place",
         )
         if kind in ("subclass", "function", "parameter", "buffer"):
             assert error is None, f"{op}: {argument} as {kind} raised {error}: {text}"
         if error is None and (
             floating or kind.startswith(("sparse", "mkldnn", "nested", "complex"))
         ):
-            valid = kind == "int64" and argument in ("slots", "positions", "target", "seed")
+            valid = kind == "int64" and argument in (
+                "slots",
+                "positions",
+                "target",
+                "seed",
+                "place",
+            )
             assert kind in silent or valid, f"{op}: {argument} as {kind} was taken without a word"
         if error is not None:
             assert error not in ("SystemError", "MemoryError"), (
