@@ -281,6 +281,8 @@ static void grouped_expect(void) {
         end = gk_min_i64(end, all);
         check_set(&q.offs.t, g, (double)end);
     }
+    /* a sum over no k is 0, also where a scale is NaN */
+    if (by_k && end == 0) check_set(&q.sa.t, 0, NAN);
     result *out = expected(&q.out, check_acc_unit(q.a.t.dtype == GK_F32 ? GK_F32 : GK_BF16) *
                                        (32 + 4 * sqrt((double)q.k)));
     gk_grouped_gemm_args ref = q.args.grouped;

@@ -279,16 +279,29 @@ def test_scales_of_int8_along_k(device):
     assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), **how) + 0)
 
 
-@pytest.mark.parametrize("dtype", (E4M3, I8))
-def test_an_empty_sum_is_0(dtype):
-    """On the CPU, a group of no k is 0 where scales are NaN. (On CUDA it is NaN.)"""
-    a, b = torch.ones(3, 4).to(dtype), torch.ones(4, 5).to(dtype)
-    scale = torch.tensor([[2.0], [float("nan")], [1.0]])
-    how = dict(scale_a=scale, scale_b=torch.ones(1, 5), out_dtype=torch.float32)
-    got = torch_gpukern.grouped_gemm(a, b, offs((0, 4, 4), "cpu"), **how)
-    want = reference.grouped_gemm(a, b, offs((0, 4, 4), "cpu"), **how)
-    assert got[1, 1].isnan().all() and not got[0].any() and not got[2].any()
-    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
+@pytest.mark.parametrize("m, n", ((3, 5), (130, 136)))
+def test_an_empty_sum_is_0(m, n, dtype, device):
+    """A group of no k is 0, or its bias, where scales of rows or columns are NaN or infinite. The
+    other groups keep these scales."""
+    ends = offs((0, 64, 64, 96), device)
+    a, b = (torch.ones(s, device=device).to(dtype) for s in ((m, 100), (100, n)))
+    scale_a, scale_b = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
+    scale_a[1], scale_b[0, 2], scale_b[0, 3] = float("nan"), float("nan"), float("inf")
+    bias = whole(generator("grouped empty sum"), (4, n), torch.float32, device)
+    for given in (None, bias):
+        how = dict(scale_a=scale_a, scale_b=scale_b, bias=given, out_dtype=torch.float32)
+        got = torch_gpukern.grouped_gemm(a, b, ends, **how)
+        for g, k in enumerate((0, 64, 0, 32)):
+            if k == 0:
+                want = torch.zeros(m, n, device=device)
+            else:
+                want = k * scale_a * scale_b
+            want = want if given is None else want + bias[g]
+            assert_bits(got[g] + 0, want + 0)
+            assert bool(got[g, 1].isnan().all()) == (k > 0)
+        want = reference.grouped_gemm(a, b, ends, **how)
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_fast_sums_of_small_integers(device):

@@ -48,6 +48,10 @@ __global__ void __launch_bounds__(256) grouped_plain_kernel(Params x) {
     MatrixB b = x.b;
     PlainProduct p = x.p;
     if (p.f.bias) p.f.bias = (const char *)p.f.bias + g * x.bias_group;
+    if (!x.by_rows && begin == end) { /* an empty sum is 0, also where a scale is NaN */
+        p.sa.data = nullptr;
+        p.sb.data = nullptr;
+    }
     if (x.by_rows) {
         const int64_t row0 = begin + (int64_t)blockIdx.y * PLAIN_TILE;
         if (row0 >= end) return;
