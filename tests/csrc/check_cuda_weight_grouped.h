@@ -14,7 +14,8 @@ static void weight_grouped_draw(gk_dtype dtype, bool large) {
     static const int64_t ms[] = {1, 2, 7, 9, 17, 40, 70, 130, 200, 300, 520, 700},
                          ns[] = {1, 33, 64, 70, 130, 200}, some[] = {1, 2, 3, 5, 8, 33},
                          ks[] = {1, 33, 64, 128, 200, 512, 1000},
-                         sizes[] = {16, 32, 64, 128, 256, 1 << 20};
+                         sizes[] = {16, 32, 64, 128, 256, 1 << 20},
+                         usual_sizes[] = {128, 128, 128, 64, 64, 32, 1 << 20};
     static const int64_t none[1] = {0};
     /* Most problems have the strides of linear layers. Hopper's kernels take no others. */
     const bool usual = check_below(4);
@@ -32,10 +33,8 @@ static void weight_grouped_draw(gk_dtype dtype, bool large) {
     const gk_weight_format format = (gk_weight_format)check_below(6);
     const int64_t group = format == GK_MXFP4   ? 32
                           : format == GK_NVFP4 ? 16
-                          : !usual             ? PICK(sizes)
-                          : check_below(3)     ? 128
-                          : check_below(2)     ? 32
-                                               : 1 << 20;
+                          : usual              ? PICK(usual_sizes)
+                                               : PICK(sizes);
     const int64_t each = gk_round_up(n, 64), rows = groups * each, high = gk_ceil_div(k, group),
                   one = 1, codes[2] = {rows, k}, out_shape[2] = {m, n}, biases[2] = {groups, n};
     const int64_t tiles[3] = {rows / 64, gk_ceil_div(k, 64), gk_tile_bytes(format)};

@@ -257,6 +257,14 @@ inline bool is_plain(const Finish &f, gk_dtype a) {
 /* ---- 5 host ---------------------------------------------------------------------------------- */
 inline int64_t weight_k(const gk_weight_gemm_args *g) { return g->a.shape[g->a.ndim - 1]; }
 
+/* The epilogue of a call, whose result is contiguous. */
+inline Finish weight_finish(const gk_weight_gemm_args *g) {
+    Finish f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
+    f.out_row = g->n;
+    f.alpha = g->global_scale ? (const float *)g->global_scale->data : nullptr;
+    return f;
+}
+
 /* True if TMA can read t, of shape [groups, N]. */
 inline bool weight_side_fits(const gk_tensor &t) {
     return t.stride[1] == 1 && (uintptr_t)t.data % 16 == 0 &&

@@ -11,21 +11,13 @@ template <class K>
 bool plan_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                   gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
-    const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (!weight_groups_serve<typename K::F>(g) || gpu->smem_per_block < K::SMEM) return false;
+    if (gk_gpu_of(ctx->index)->smem_per_block < K::SMEM) return false;
     /* Products read the tokens' panels at the distance of a box of NT rows. */
     if (weight_rows(g->a) <= K::NT - 8) return false;
-    const int64_t tiles = token_tiles(g, K::NT) * gk_ceil_div(g->n, K::ROWS);
-    if (!gk_grid_fits(2 * tiles)) return false;
-    plan->kernel = instance;
-    plan->tile[0] = K::NT;
-    plan->tile[1] = K::ROWS;
-    plan->tile[2] = GK_TILE * K::TILES;
-    plan->tasks = 2 * tiles;
+    if (!plan_weight_groups<K>(instance, ctx, g, false, 2, plan)) return false;
+    const int64_t tiles = plan->tasks / 2;
     plan->chunks = 2;
     plan->waves = (double)tiles / weight_mma_clusters<K>(ctx, tiles);
-    plan->us = weight_grouped_us(*weight_grouped_tile(false, K::NT), K::F::C, weight_rows(g->a),
-                                 g->offs->shape[0], g->n, weight_k(g), gpu->num_sms);
     return true;
 }
 
@@ -42,11 +34,9 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
     p.box = K::NT;
     status = make_tensor_map("weight_gemm", token_panels(g), wgmma_box(2, p.box, K::TILES), &p.w.a);
     if (status != GK_OK) return status;
-    p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
+    p.f = weight_finish(g);
     p.bias_group = bias_of_groups(g, &p.f);
     if (g->bias) p.bias_group *= (int64_t)gk_dtype_bytes(g->bias->dtype);
-    p.f.out_row = g->n;
-    p.f.alpha = g->global_scale ? (const float *)g->global_scale->data : nullptr;
     p.plain = is_plain(p.f, g->a.dtype);
     p.groups = weight_groups(ctx, g, K::ROWS);
     return launch<weight_mma_kernel<K>>(
@@ -61,8 +51,8 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
      run_grouped<WeightMmaGrouped<WeightForm<T, C, GROUP, ZERO>, NT, OCC>>,  \
      {},                                                                     \
      NULL}
-/* Two blocks an SM hide the switch from tile to tile. With 16 tokens, the scales of nvfp4 and of
- * groups of 32 with 16-bit scales leave no room for two. */
+/* With two blocks an SM, one computes while the other goes to its next tile. With 16 tokens, the
+ * scales of nvfp4 and of groups of 32 with 16-bit scales leave no room for two. */
 #define GROUPED90_ALL(name, T, C, GROUP, ZERO)     \
     GROUPED90(name "_8", T, C, GROUP, ZERO, 8, 2), \
         GROUPED90(name "_16", T, C, GROUP, ZERO, 16, ((GROUP) >= (C == E2M1 ? 32 : 64) ? 2 : 1))

@@ -8,6 +8,7 @@
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_GROUPED_PRICE_CUH
 
 #include "quant/weight_decode.cuh"
+#include "weight_grouped.cuh"
 
 /* A tile of a grouped product: `rows` of the weight, and `nt` tokens. It takes
  * each + (k / 64) slope of an SM's time, times the price of the code. `round` is what k is rounded
@@ -70,6 +71,25 @@ inline double weight_grouped_us(const WeightGroupedTile &x, Code code, int64_t m
     /* Persistent blocks have their tasks from the start, and some have longer ones. */
     if (x.nt < 256) work += 0.25 * longest;
     return 2 + (work > longest ? work : longest);
+}
+
+/* Plans instance K of either table. A tile takes `blocks` thread blocks. */
+template <class K>
+bool plan_weight_groups(const gk_cuda_instance *instance, const gk_context *ctx,
+                        const gk_weight_gemm_args *g, bool wgmma, int blocks, gk_plan *plan) {
+    if (!weight_groups_serve<typename K::F>(g)) return false;
+    const int num_sms = gk_gpu_of(ctx->index)->num_sms;
+    const int64_t tiles = token_tiles(g, K::NT) * gk_ceil_div(g->n, K::ROWS);
+    if (!gk_grid_fits(blocks * tiles)) return false;
+    plan->kernel = instance;
+    plan->tile[0] = K::NT;
+    plan->tile[1] = K::ROWS;
+    plan->tile[2] = GK_TILE * K::TILES;
+    plan->tasks = blocks * tiles;
+    plan->waves = (double)tiles / num_sms;
+    plan->us = weight_grouped_us(*weight_grouped_tile(wgmma, K::NT), K::F::C, weight_rows(g->a),
+                                 g->offs->shape[0], g->n, weight_k(g), num_sms);
+    return true;
 }
 
 #endif

@@ -65,33 +65,52 @@ template <class K> __device__ __forceinline__ const WeightGroupList &tasks_at(sm
     return *(const WeightGroupList *)(smem + (smem_s - cvta_to_shared(smem)) + K::LIST_AT);
 }
 
-/* ---- 1 producer ------------------------------------------------------------------------------ */
+/* ---- 1 a block's ring and its producer ------------------------------------------------------- */
+/* Sets up the ring and waits until the previous kernel's results are visible. */
+template <int STAGES> __device__ __forceinline__ void begin_ring(const tma_ring<STAGES> &ring) {
+    if (threadIdx.x == 0) {
+        ring.init(8);
+        fence_mbarrier_init();
+    }
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+}
+
+/* Copies a task's stages. width: index of the map for its tokens. */
+template <class K>
+__device__ __forceinline__ void
+produce_task(const WeightGroupedParams &p, tma_ring<K::STAGES> &ring, smem_addr smem_s,
+             const WeightTask &at, int width, int steps, uint64_t again, uint64_t once) {
+    typedef typename K::F F;
+    typedef typename K::Stage S;
+    const int tokens = p.box[width];
+    const CUtensorMap *const a = &p.tokens[width];
+    const int row = at.group * p.tile_rows + at.col * K::RT,
+              token0 = box_row(at.row, tokens, p.x.m);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        const smem_addr stage_s = smem_s + ring.stage * S::BYTES;
+        ring.wait_empty();
+        mbarrier_arrive_expect_tx(ring.full(), S::copied(tokens));
+        produce_codes<F, S, K::ROWS, K::TILES>(p.x.w, stage_s, ring.full(), row, step * K::TILES,
+                                               at.shared ? again : once);
+        produce_rest<F, S, K::ROWS, K::TILES>(
+            p.x.w, a, stage_s, smem_s + K::SIDE_AT + ring.stage * S::SIDE, ring.full(),
+            row * GK_TILE, step * K::TILES, token0, again, once);
+    }
+}
+
 template <class K>
 __device__ __forceinline__ void produce_grouped(const WeightGroupedParams &p,
                                                 tma_ring<K::STAGES> &ring, smem_addr smem_s) {
-    typedef typename K::F F;
-    typedef typename K::Stage S;
-    prefetch_maps<F>(p.x.w, &p.tokens[0]);
+    prefetch_maps<typename K::F>(p.x.w, &p.tokens[0]);
     const uint64_t again = l2_last_out(), once = l2_first_out();
     const WeightGroupList &list = tasks_at<K>(smem_s);
     for (int task = blockIdx.x; task < tasks_in(p.groups, list); task += gridDim.x) {
         const WeightTask at = weight_task<K::NT>(p.groups, list, task, gridDim.x);
         if (at.group == p.groups.count) continue;
-        const int width = (at.end - at.row - 1) / K::STEP, tokens = p.box[width];
-        const CUtensorMap *const a = &p.tokens[width];
-        const int row = at.group * p.tile_rows + at.col * K::RT,
-                  token0 = box_row(at.row, tokens, p.x.m);
-#pragma unroll 1
-        for (int step = 0; step < p.x.steps; ++step, ring.advance()) {
-            const smem_addr stage_s = smem_s + ring.stage * S::BYTES;
-            ring.wait_empty();
-            mbarrier_arrive_expect_tx(ring.full(), S::copied(tokens));
-            produce_codes<F, S, K::ROWS, K::TILES>(p.x.w, stage_s, ring.full(), row,
-                                                   step * K::TILES, at.shared ? again : once);
-            produce_rest<F, S, K::ROWS, K::TILES>(
-                p.x.w, a, stage_s, smem_s + K::SIDE_AT + ring.stage * S::SIDE, ring.full(),
-                row * GK_TILE, step * K::TILES, token0, again, once);
-        }
+        produce_task<K>(p, ring, smem_s, at, (at.end - at.row - 1) / K::STEP, p.x.steps, again,
+                        once);
     }
 }
 
@@ -217,12 +236,7 @@ __global__ void __launch_bounds__(K::THREADS, 1)
     const smem_addr smem_s =
         (first_s + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<K::STAGES> ring(smem_s + K::RING_AT);
-    if (threadIdx.x == 0) {
-        ring.init(8);
-        fence_mbarrier_init();
-    }
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
+    begin_ring(ring);
     if (threadIdx.x / 32 == 1)
         list_groups<false, K::NT>(p.groups, const_cast<WeightGroupList &>(tasks_at<K>(smem_s)),
                                   threadIdx.x % 32);
@@ -250,25 +264,9 @@ template <class K>
 __device__ __forceinline__ void produce_tile(const WeightGroupedParams &p,
                                              tma_ring<K::STAGES> &ring, smem_addr smem_s,
                                              const WeightTask &at, int steps) {
-    typedef typename K::F F;
-    typedef typename K::Stage S;
-    const int width = (at.end - at.row - 1) / K::STEP, tokens = p.box[width];
-    const CUtensorMap *const a = &p.tokens[width];
-    prefetch_maps<F>(p.x.w, a);
-    const uint64_t again = l2_last_out(), once = l2_first_out();
-    const int row = at.group * p.tile_rows + at.col * K::RT,
-              token0 = box_row(at.row, tokens, p.x.m);
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-        const smem_addr stage_s = smem_s + ring.stage * S::BYTES;
-        ring.wait_empty();
-        mbarrier_arrive_expect_tx(ring.full(), S::copied(tokens));
-        produce_codes<F, S, K::ROWS, K::TILES>(p.x.w, stage_s, ring.full(), row, step * K::TILES,
-                                               at.shared ? again : once);
-        produce_rest<F, S, K::ROWS, K::TILES>(
-            p.x.w, a, stage_s, smem_s + K::SIDE_AT + ring.stage * S::SIDE, ring.full(),
-            row * GK_TILE, step * K::TILES, token0, again, once);
-    }
+    const int width = (at.end - at.row - 1) / K::STEP;
+    prefetch_maps<typename K::F>(p.x.w, &p.tokens[width]);
+    produce_task<K>(p, ring, smem_s, at, width, steps, l2_last_out(), l2_first_out());
 }
 
 /* Multiplies by the least width that holds `tokens`, and leaves the sums in shared memory. */
@@ -333,12 +331,7 @@ __global__ void __launch_bounds__(K::THREADS, 1)
     const smem_addr smem_s =
         (first_s + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<K::STAGES> ring(smem_s + K::RING_AT);
-    if (threadIdx.x == 0) {
-        ring.init(8);
-        fence_mbarrier_init();
-    }
-    griddepcontrol_launch_dependents();
-    griddepcontrol_wait();
+    begin_ring(ring);
     if (threadIdx.x / 32 == 1) { /* lists tasks where the first stages will lie */
         WeightGroupList &list = *(WeightGroupList *)(smem + (smem_s - first_s));
         list_groups<false, K::NT>(p.groups, list, threadIdx.x % 32);
@@ -372,21 +365,10 @@ template <class K>
 bool plan_weight_grouped(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                          gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
-    const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (!weight_groups_serve<typename K::F>(g) || gpu->smem_per_block < K::SMEM + 64) return false;
+    if (gk_gpu_of(ctx->index)->smem_per_block < K::SMEM + 64) return false;
     /* Both epilogues let two results share a reciprocal, but not the same two. */
     if (!K::PERSISTENT && gk_batch_invariant() && g->activation > GK_ACT_RELU) return false;
-    const int64_t tiles = token_tiles(g, K::NT) * gk_ceil_div(g->n, K::ROWS);
-    if (!gk_grid_fits(tiles)) return false;
-    plan->kernel = instance;
-    plan->tile[0] = K::NT;
-    plan->tile[1] = K::ROWS;
-    plan->tile[2] = GK_TILE * K::TILES;
-    plan->tasks = tiles;
-    plan->waves = (double)tiles / gpu->num_sms;
-    plan->us = weight_grouped_us(*weight_grouped_tile(true, K::NT), K::F::C, weight_rows(g->a),
-                                 g->offs->shape[0], g->n, weight_k(g), gpu->num_sms);
-    return true;
+    return plan_weight_groups<K>(instance, ctx, g, true, 1, plan);
 }
 
 template <class K>
@@ -404,10 +386,8 @@ gk_status run_weight_grouped(const gk_context *ctx, const void *args, const gk_p
                 "weight_gemm", token_panels(g), wgmma_box(2, p.box[i], K::TILES), &p.tokens[i]))
             return failed;
     }
-    x.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
+    x.f = weight_finish(g);
     p.bias_group = bias_of_groups(g, &x.f);
-    x.f.out_row = g->n;
-    x.f.alpha = g->global_scale ? (const float *)g->global_scale->data : nullptr;
     x.plain = is_plain(x.f, g->a.dtype);
     x.n = (int)g->n;
     x.steps = (int)gk_ceil_div(x.w.cols, K::TILES);

@@ -428,9 +428,7 @@ gk_status run_weight_mma(const gk_context *ctx, const void *args, const gk_plan 
     const gk_status status =
         weight_operands<typename K::F, typename K::Stage, K::ROWS, K::TILES, K::NT>(g, &p.w);
     if (status != GK_OK) return status;
-    p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
-    p.f.out_row = g->n;
-    p.f.alpha = g->global_scale ? (const float *)g->global_scale->data : nullptr;
+    p.f = weight_finish(g);
     p.plain = is_plain(p.f, g->a.dtype);
     p.m = (int)weight_rows(g->a);
     p.n = (int)g->n;
