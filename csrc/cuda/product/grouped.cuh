@@ -261,6 +261,51 @@ __device__ __forceinline__ void scale_sums(float (&sum)[64], const float (&sa)[2
     }
 }
 
+/* Sums COUNT blocks of 64 rows of a warpgroup over all of k, in WGMMA's accumulators. One step is
+ * in flight while the next is issued. K::issue issues one product of 64 rows. D: a sum. */
+template <class K, int COUNT, class D>
+__device__ __forceinline__ void sum_over_k(tma_ring<K::STAGES> &ring, smem_addr ring_s,
+                                           D (&sum)[COUNT][64], const Work<K> &x,
+                                           const Releaser &release) {
+    const int warpgroup = threadIdx.x / 128;
+    /* a group without k and rows of no group have sums of 0 */
+#pragma unroll
+    for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
+    for (int step = 0; step < x.steps; ++step) {
+        ring.wait_full();
+        const smem_addr stage_s = ring_s + ring.stage * K::STAGE_BYTES;
+        if constexpr (K::BY_K) {
+            /* Computed anew: with stage_s the compiler orders the loop of groups of k otherwise. */
+            const smem_addr a_s =
+                                ring_s + ring.stage * K::STAGE_BYTES + warpgroup * K::TileA::bytes,
+                            b_s = ring_s + ring.stage * K::STAGE_BYTES + K::A_BYTES;
+            if (step == x.steps - 1 && x.valid < K::BK)
+                clear_rest<K>(a_s, b_s, warpgroup, COUNT, x.valid);
+        }
+        const uint64_t a = K::TileA::descriptor(stage_s + warpgroup * K::TileA::bytes),
+                       b = K::TileB::descriptor(stage_s + K::A_BYTES);
+#pragma unroll
+        for (int m = 0; m < COUNT; ++m) wgmma_pin(sum[m]);
+        wgmma_fence();
+#pragma unroll
+        for (int kk = 0; kk < 4; ++kk)
+#pragma unroll
+            for (int m = 0; m < COUNT; ++m)
+                K::issue(
+                    sum[m],
+                    wgmma_descriptor_add(a, 2 * m * K::TileA::bytes + kk * K::TileA::step_bytes),
+                    wgmma_descriptor_add(b, kk * K::TileB::step_bytes));
+        wgmma_commit_group();
+        wgmma_wait_group<1>(); /* the previous step has finished reading its stage */
+        if (step > 0) release(ring.before());
+        ring.advance();
+    }
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) wgmma_pin(sum[m]);
+    if (x.steps > 0) release(ring.before());
+}
+
 /* The policy of shell.cuh. K: a Kind, which has `prepare` and `take`. */
 template <class K> struct Grouped : OneResult {
     typedef GroupedParams Params;

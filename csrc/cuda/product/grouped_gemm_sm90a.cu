@@ -23,41 +23,8 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     static __device__ __forceinline__ void prepare(const GroupedParams &, const Work<Kind> &, int,
                                                    float *) {}
 
-    /* Sums COUNT blocks of 64 rows of a warpgroup. One step is in flight while the next is
-     * issued. */
-    template <int COUNT>
-    static __device__ __forceinline__ void multiply(Ring &ring, smem_addr ring_s,
-                                                    float (&sum)[COUNT][64], const Work<Kind> &x,
-                                                    const Releaser &release) {
-        const int warpgroup = threadIdx.x / 128;
-#pragma unroll
-        /* a group without k has sums of 0 */
-        for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
-        for (int step = 0; step < x.steps; ++step) {
-            ring.wait_full();
-            const smem_addr a_s = ring_s + ring.stage * Tile::STAGE_BYTES + warpgroup * A::bytes,
-                            b_s = ring_s + ring.stage * Tile::STAGE_BYTES + Tile::A_BYTES;
-            if (Tile::BY_K && step == x.steps - 1 && x.valid < Tile::BK)
-                clear_rest<Kind>(a_s, b_s, warpgroup, COUNT, x.valid);
-            wgmma_pin(sum);
-            wgmma_fence();
-            const uint64_t a_first = A::descriptor(a_s), b_first = B::descriptor(b_s);
-#pragma unroll
-            for (int kk = 0; kk < 4; ++kk)
-#pragma unroll
-                for (int m = 0; m < COUNT; ++m)
-                    wgmma_ss<T, Tile::BN, Tile::ALONG_M, Tile::ALONG_N>(
-                        sum[m],
-                        wgmma_descriptor_add(a_first, 2 * m * A::bytes + kk * A::step_bytes),
-                        wgmma_descriptor_add(b_first, kk * B::step_bytes), true);
-            wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the previous step has finished reading its stage */
-            if (step > 0) release(ring.before());
-            ring.advance();
-        }
-        wgmma_wait_group<0>();
-        wgmma_pin(sum);
-        if (x.steps > 0) release(ring.before());
+    static __device__ __forceinline__ void issue(float (&sum)[64], uint64_t a, uint64_t b) {
+        wgmma_ss<T, Tile::BN, Tile::ALONG_M, Tile::ALONG_N>(sum, a, b, true);
     }
 
     template <int COUNT>
@@ -65,7 +32,7 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
                                                 smem_addr ring_s, const Work<Kind> &x, int col0,
                                                 const float *, const Releaser &release) {
         float sum[COUNT][64];
-        multiply<COUNT>(ring, ring_s, sum, x, release);
+        sum_over_k<Kind>(ring, ring_s, sum, x, release);
         /* Read again, so that no register holds it over the products. */
         const unsigned thread = mov_tid_x();
 #pragma unroll

@@ -19,39 +19,8 @@ template <class E, class D> struct OneSum : GroupedTile<1, false, false> {
         read_column_scales(p, x, col0, scales);
     }
 
-    /* Sums COUNT blocks of 64 rows of a warpgroup. */
-    template <int COUNT>
-    static __device__ __forceinline__ void multiply(Ring &ring, smem_addr ring_s,
-                                                    D (&sum)[COUNT][64], const Work<OneSum> &x,
-                                                    const Releaser &release) {
-        const int warpgroup = threadIdx.x / 128;
-        /* rows of no group have sums of 0 */
-#pragma unroll
-        for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
-        for (int step = 0; step < x.steps; ++step) {
-            ring.wait_full();
-            const smem_addr stage_s = ring_s + ring.stage * STAGE_BYTES;
-            const uint64_t a = TileA::descriptor(stage_s + warpgroup * TileA::bytes),
-                           b = TileB::descriptor(stage_s + A_BYTES);
-#pragma unroll
-            for (int m = 0; m < COUNT; ++m) wgmma_pin(sum[m]);
-            wgmma_fence();
-#pragma unroll
-            for (int kk = 0; kk < 4; ++kk)
-#pragma unroll
-                for (int m = 0; m < COUNT; ++m)
-                    wgmma_8bit_ss<E, E, BN>(sum[m],
-                                            wgmma_descriptor_add(a, 2 * m * TileA::bytes + 32 * kk),
-                                            wgmma_descriptor_add(b, 32 * kk), true);
-            wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the previous step has finished reading its stage */
-            if (step > 0) release(ring.before());
-            ring.advance();
-        }
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int m = 0; m < COUNT; ++m) wgmma_pin(sum[m]);
-        if (x.steps > 0) release(ring.before());
+    static __device__ __forceinline__ void issue(D (&sum)[64], uint64_t a, uint64_t b) {
+        wgmma_8bit_ss<E, E, BN>(sum, a, b, true);
     }
 
     template <int COUNT>
@@ -59,7 +28,7 @@ template <class E, class D> struct OneSum : GroupedTile<1, false, false> {
                                                 smem_addr ring_s, const Work<OneSum> &x, int col0,
                                                 const float *scales, const Releaser &release) {
         D sum[COUNT][64];
-        multiply<COUNT>(ring, ring_s, sum, x, release);
+        sum_over_k<OneSum>(ring, ring_s, sum, x, release);
         /* Read again, so that no register holds it over the products. */
         const unsigned thread = mov_tid_x();
         const int lane = (int)thread % 32;
