@@ -108,6 +108,56 @@ def test_many_groups(device):
         )
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, E4M3, I8))
+def test_more_tiles_than_an_accelerator_takes_at_once(dtype, device):
+    """Groups of very different sizes, some without rows, in more tiles than a GPU multiplies at once.
+    Every row must be there once, also rows of no group."""
+    gen = generator("grouped many tiles", str(dtype))
+    eight, whole_size = dtype.itemsize == 1, device == "cuda"
+    gen_there = torch.Generator(device).manual_seed(1)  # faster than numbers from the CPU
+
+    def drawn(*shape):
+        x = torch.randint(-2, 3, shape, generator=gen_there, device=device, dtype=torch.int8)
+        return x.to(dtype)
+
+    # groups, rows of the last group's end, rows, n: 1 to 2, 2 to 3 and many tiles a cluster; widths
+    # of an odd number of 128 columns; many rows of no group
+    cases = (
+        (3, 1500, 1500, 4096),
+        (8, 3000, 3100, 4096),
+        (40, 4000, 4000, 2056),
+        (64, 9000, 16000, 1152),
+        (20, 5000, 5001, 896),
+        (5, 300, 9000, 2048),
+    )
+    for groups, last, m, n in cases if whole_size else cases[:1]:
+        k = (4096 if eight else 2048) + 16
+        if not whole_size:
+            last, m, n, k = last // 8, m // 8, 264, 64
+        counts = torch.rand(groups, generator=gen) ** 4
+        counts[groups // 2] = 0
+        ends = (counts.cumsum(0) / counts.sum() * last).int()
+        ends[-1] = last
+        ends = ends.to(device)
+        a, b = drawn(m, k), drawn(groups, n, k).mT
+        a[last:] = behind(dtype)
+        how = dict(out_dtype=torch.float32)
+        if eight:
+            how |= dict(
+                scale_a=powers(gen, (m, 1), device), scale_b=powers(gen, (groups, 1, n), device)
+            )
+        got = torch_gpukern.grouped_gemm(a, b, ends, **how)
+        assert_bits(torch_gpukern.grouped_gemm(a, b, ends, **how), got)
+        begin = 0
+        for g, end in enumerate(ends.tolist()):
+            want = a[begin:end].double() @ b[g].double()
+            if eight:
+                want = want * how["scale_a"][begin:end] * how["scale_b"][g]
+            assert_bits(got[begin:end] + 0, want.float() + 0)
+            begin = end
+        assert not got[last:].any()
+
+
 def test_scales_count_over_the_whole_operand(device):
     gen = generator("grouped scales")
     m, k, n, ends = 300, 304, 140, (5, 5, 200, 290)
