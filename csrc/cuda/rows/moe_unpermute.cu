@@ -15,14 +15,14 @@
  * one element. It loads AHEAD rows before it adds the first. Lane l of every warp reads choice l of
  * the token, and shuffles give it to the others.
  *
- * Backward, in three steps:
+ * Backward, in four steps, of which dweight alone needs the third:
  *
  *  1. clear the workspace: no row has a choice
- *  2. a thread for each choice: the row's first and last choice, by atomic minimum and maximum;
- *     dweight of a choice without a row is 0
- *  3. a warp for each row: drows, and dweight of its choices. The places of a mixture differ. If
- *     more than one choice names a row, the warp searches all choices from the first to the last,
- *     so the sum has a fixed order.
+ *  2. a thread for each choice: the row's first and last choice, by atomic maxima
+ *  3. a block for each token: dweight, and drows of the rows that one choice names. In a mixture
+ *     these are all rows that have a token. grad_out is read once for eight choices
+ *  4. a warp for WARP_ROWS rows: drows of the others. If several choices name a row, the warp
+ *     searches all choices from the first to the last, so the sum has a fixed order
  *
  * Workspace of the backward: 16 bytes for each row. Bound by memory. */
 #include "gpukern_moe.h"
@@ -33,7 +33,7 @@ namespace {
 constexpr int MOST_THREADS = 256; /* of a block of the forward pass */
 constexpr int LEAST_THREADS = 64; /* more blocks of fewer threads do not help few tokens */
 constexpr int BACK_THREADS = 256; /* of a block of the backward's kernels */
-constexpr int BACK_AHEAD = 4;     /* vectors of each tensor that a lane loads before it computes */
+constexpr int WARP_ROWS = 8;      /* rows that a warp looks at: few have work for it */
 
 /* place and weight, read by choice. */
 struct Choices {
@@ -207,59 +207,84 @@ struct BackParams {
     Named *named;
 };
 
-template <class T> __global__ void __launch_bounds__(BACK_THREADS) named_kernel(BackParams p) {
-    typedef typename element<T>::acc W;
+__global__ void __launch_bounds__(BACK_THREADS) named_kernel(BackParams p) {
     const int64_t step = (int64_t)gridDim.x * BACK_THREADS;
     for (int64_t i = (int64_t)blockIdx.x * BACK_THREADS + threadIdx.x; i < p.num_choices;
          i += step) {
         const int64_t row = row_of(p.choices, i / p.choices.each, i % p.choices.each);
-        if (row >= 0) {
-            atomicMax(&p.named[row].before_end, (unsigned long long)(p.num_choices - i));
-            atomicMax(&p.named[row].end, (unsigned long long)(i + 1));
-        } else if (p.dweight) {
-            ((W *)p.dweight)[i] = 0;
-        }
+        if (row < 0) continue;
+        atomicMax(&p.named[row].before_end, (unsigned long long)(p.num_choices - i));
+        atomicMax(&p.named[row].end, (unsigned long long)(i + 1));
     }
 }
 
-/* Adds choice i to drows and writes its dweight. A row of one choice is computed in one pass. */
-template <class T, int V, bool ALONE>
-__device__ __forceinline__ void of_choice(const BackParams &p, int64_t row, int64_t i, int lane) {
+/* dweight of a token's choices, and drows of those rows that no other choice names. AHEAD: choices
+ * whose rows a thread loads before it computes. */
+template <class T, int V, int AHEAD>
+__global__ void __launch_bounds__(BACK_THREADS) token_kernel(BackParams p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
-    const int64_t token = i / p.choices.each;
-    const W weight = weight_of<T>(p.choices, token, i % p.choices.each);
+    __shared__ W place[32 * AHEAD];
+    const int64_t token = blockIdx.x, each = p.choices.each;
+    const int lane = threadIdx.x % 32;
     const Vec *grad = (const Vec *)((const T *)p.grad_out + token * p.grad_stride);
-    const Vec *x = (const Vec *)((const T *)p.rows + row * p.row_stride);
-    T *to = (T *)p.drows + row * p.drow_stride;
-    W dot = 0;
-#pragma unroll 1
-    for (int64_t first = lane; first < p.n; first += 32 * BACK_AHEAD) {
-        Vec g[BACK_AHEAD], y[BACK_AHEAD];
-#pragma unroll
-        for (int u = 0; u < BACK_AHEAD; ++u)
-            if (first + u * 32 < p.n) {
-                g[u] = grad[first + u * 32];
-                if (p.dweight) y[u] = x[first + u * 32];
+    for (int64_t j0 = 0; j0 < each; j0 += 32) {
+        const int count = (int)min(int64_t(32), each - j0);
+        int64_t row = -1;
+        W weight = 0;
+        bool alone = false;
+        if (lane < count) {
+            row = row_of(p.choices, token, j0 + lane);
+            weight = weight_of<T>(p.choices, token, j0 + lane);
+            if (row >= 0 && p.drows) {
+                const Named named = p.named[row];
+                alone = named.before_end + named.end == (unsigned long long)p.num_choices + 1;
             }
+        }
+        const unsigned writes = __ballot_sync(0xffffffffu, alone);
+#pragma unroll 1
+        for (int j = 0; j < count; j += AHEAD) {
+            int64_t at[AHEAD];
+            W by[AHEAD], dots[AHEAD];
 #pragma unroll
-        for (int u = 0; u < BACK_AHEAD; ++u)
-            if (first + u * 32 < p.n) {
+            for (int u = 0; u < AHEAD; ++u) {
+                at[u] = __shfl_sync(0xffffffffu, row, (j + u) % 32);
+                by[u] = __shfl_sync(0xffffffffu, weight, (j + u) % 32);
+                if (j + u >= count) at[u] = -1;
+                dots[u] = 0;
+            }
+#pragma unroll 1
+            for (int64_t i = threadIdx.x; i < p.n; i += blockDim.x) {
+                const Vec g = grad[i];
+                Vec x[AHEAD];
                 if (p.dweight)
 #pragma unroll
-                    for (int k = 0; k < V; ++k)
-                        dot = fma(to_acc(g[u].v[k]), to_acc(y[u].v[k]), dot);
-                if (ALONE && p.drows) {
-                    Vec d;
+                    for (int u = 0; u < AHEAD; ++u)
+                        if (at[u] >= 0)
+                            x[u] = *(const Vec *)((const T *)p.rows + at[u] * p.row_stride + i * V);
 #pragma unroll
-                    for (int k = 0; k < V; ++k) d.v[k] = from_acc<T>(weight * to_acc(g[u].v[k]));
-                    store_some(to + (first + u * 32) * V, d);
+                for (int u = 0; u < AHEAD; ++u) {
+                    if (at[u] < 0) continue;
+                    if (writes >> ((j + u) % 32) & 1) {
+                        Vec d;
+#pragma unroll
+                        for (int k = 0; k < V; ++k) d.v[k] = from_acc<T>(by[u] * to_acc(g.v[k]));
+                        store_some((T *)p.drows + at[u] * p.drow_stride + i * V, d);
+                    }
+                    if (p.dweight)
+#pragma unroll
+                        for (int k = 0; k < V; ++k)
+                            dots[u] = fma(to_acc(g.v[k]), to_acc(x[u].v[k]), dots[u]);
                 }
             }
+            if (!p.dweight) continue;
+            block_sum(dots, place);
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u)
+                if (threadIdx.x == u && j + u < count)
+                    ((W *)p.dweight)[token * each + j0 + j + u] = dots[u];
+        }
     }
-    if (!p.dweight) return;
-    dot = warp_sum(dot);
-    if (lane == 0) ((W *)p.dweight)[i] = dot;
 }
 
 /* The choices of 32 numbers from i on that name the row, a bit each. */
@@ -270,16 +295,13 @@ __device__ __forceinline__ unsigned naming(const BackParams &p, int64_t row, int
                                                          at % p.choices.each) == row);
 }
 
-/* A row that several choices name. The warp searches the choices once for dweight, and once for
- * each 32 vectors of drows. */
+/* drows of a row that several choices from `begin` to `end` name, or none. The warp searches the
+ * choices once for each 32 vectors. */
 template <class T, int V>
 __device__ __forceinline__ void of_several(const BackParams &p, int64_t row, int64_t begin,
                                            int64_t end, int lane) {
     typedef typename element<T>::acc W;
-    for (int64_t i = begin; p.dweight && i < end; i += 32)
-        for (unsigned bits = naming(p, row, i, end, lane); bits; bits &= bits - 1)
-            of_choice<T, V, false>(p, row, i + __ffs(bits) - 1, lane);
-    for (int64_t first = 0; p.drows && first < p.n; first += 32) {
+    for (int64_t first = 0; first < p.n; first += 32) {
         const int64_t mine = first + lane;
         W sum[V];
 #pragma unroll
@@ -302,23 +324,22 @@ __device__ __forceinline__ void of_several(const BackParams &p, int64_t row, int
     }
 }
 
-template <class T, int V> __global__ void __launch_bounds__(BACK_THREADS) bwd_kernel(BackParams p) {
+template <class T, int V>
+__global__ void __launch_bounds__(BACK_THREADS) rows_kernel(BackParams p) {
     const int lane = threadIdx.x % 32;
-    const int64_t step = (int64_t)gridDim.x * (BACK_THREADS / 32);
-    for (int64_t row = (int64_t)blockIdx.x * (BACK_THREADS / 32) + threadIdx.x / 32;
-         row < p.choices.rows; row += step) {
-        const Named named = p.named[row];
-        const int64_t begin = p.num_choices - (int64_t)named.before_end, end = (int64_t)named.end;
-        if (end == 0) {
-            RowSome<T, V> zeros;
-#pragma unroll
-            for (int k = 0; k < V; ++k) zeros.v[k] = from_acc<T>(0);
-            for (int64_t i = lane; p.drows && i < p.n; i += 32)
-                store_some((T *)p.drows + row * p.drow_stride + i * V, zeros);
-        } else if (begin + 1 == end) {
-            of_choice<T, V, true>(p, row, begin, lane);
-        } else {
-            of_several<T, V>(p, row, begin, end, lane);
+    const int64_t step = (int64_t)gridDim.x * (BACK_THREADS / 32) * WARP_ROWS;
+    for (int64_t first = ((int64_t)blockIdx.x * (BACK_THREADS / 32) + threadIdx.x / 32) * WARP_ROWS;
+         first < p.choices.rows; first += step) {
+        int64_t begin = 0, end = 1;
+        if (lane < WARP_ROWS && first + lane < p.choices.rows) {
+            const Named named = p.named[first + lane];
+            begin = p.num_choices - (int64_t)named.before_end;
+            end = (int64_t)named.end;
+        }
+        for (unsigned bits = __ballot_sync(0xffffffffu, begin + 1 != end); bits; bits &= bits - 1) {
+            const int u = __ffs(bits) - 1;
+            of_several<T, V>(p, first + u, __shfl_sync(0xffffffffu, begin, u),
+                             __shfl_sync(0xffffffffu, end, u), lane);
         }
     }
 }
@@ -341,25 +362,37 @@ gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void
     p.num_choices = gk_numel(&a->place);
     p.named = (Named *)workspace;
     if (!p.drows && !p.dweight) return GK_OK;
-    gk_status status = GK_OK;
-    if (p.choices.rows > 0)
-        status = clear_memory(op, ctx, workspace, (size_t)p.choices.rows * sizeof(Named));
     const auto blocks = [](int64_t n, int64_t each) {
         return dim3((unsigned)gk_min_i64(gk_ceil_div(n, each), 1 << 20));
     };
-    if (status == GK_OK)
-        status = launch<named_kernel<T>>(op, ctx, blocks(p.num_choices, BACK_THREADS), BACK_THREADS,
-                                         0, p);
-    if (status != GK_OK) return status;
-    const dim3 grid = blocks(p.choices.rows, BACK_THREADS / 32);
-    return whole ? launch<bwd_kernel<T, row_vec<T>>>(op, ctx, grid, BACK_THREADS, 0, p)
-                 : launch<bwd_kernel<T, 1>>(op, ctx, grid, BACK_THREADS, 0, p);
+    gk_status status = GK_OK;
+    if (p.drows && p.choices.rows > 0)
+        status = clear_memory(op, ctx, workspace, (size_t)p.choices.rows * sizeof(Named));
+    if (p.drows && status == GK_OK)
+        status =
+            launch<named_kernel>(op, ctx, blocks(p.num_choices, BACK_THREADS), BACK_THREADS, 0, p);
+    const dim3 tokens((unsigned)a->grad_out.shape[0]);
+    const unsigned threads = (unsigned)gk_clamp_i64(gk_round_up(p.n, 32), 32, BACK_THREADS);
+    if (status == GK_OK && p.num_choices > 0) {
+        /* two choices need few registers, and more blocks are resident */
+        if (!whole)
+            status = launch<token_kernel<T, 1, 8>>(op, ctx, tokens, threads, 0, p);
+        else if (p.choices.each <= 2)
+            status = launch<token_kernel<T, row_vec<T>, 2>>(op, ctx, tokens, threads, 0, p);
+        else
+            status = launch<token_kernel<T, row_vec<T>, 8>>(op, ctx, tokens, threads, 0, p);
+    }
+    if (!p.drows || status != GK_OK) return status;
+    const dim3 grid = blocks(p.choices.rows, BACK_THREADS / 32 * WARP_ROWS);
+    return whole ? launch<rows_kernel<T, row_vec<T>>>(op, ctx, grid, BACK_THREADS, 0, p)
+                 : launch<rows_kernel<T, 1>>(op, ctx, grid, BACK_THREADS, 0, p);
 }
 
 bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *to) {
-    to->tasks = ((const gk_moe_unpermute_bwd_args *)args)->rows.shape[0];
-    to->workspace_bytes = (size_t)to->tasks * sizeof(Named);
-    return true;
+    const gk_moe_unpermute_bwd_args *a = (const gk_moe_unpermute_bwd_args *)args;
+    to->tasks = a->grad_out.shape[0];
+    to->workspace_bytes = (size_t)a->rows.shape[0] * sizeof(Named);
+    return gk_grid_fits(to->tasks);
 }
 
 const gk_cuda_instance forward[] = {
