@@ -128,6 +128,39 @@ def test_compile_without_a_break():
             torch.testing.assert_close(compiled(x), moe(x), rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_compile_without_a_break():
+    moe = gnn.MoE(24, 16, 5, 2)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (4, 7):
+        x = randn(generator("moe compiled gradients", tokens), tokens, 24).requires_grad_()
+        wrt = (x, *moe.parameters())
+        want = torch.autograd.grad(moe(x).square().sum(), wrt)
+        got = torch.autograd.grad(compiled(x).square().sum(), wrt)
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_tokens_are_summed_in_float32(device):
+    """Eight experts that give x, x / 256, x / 256 and so on: added in bfloat16 one by one, the small
+    parts would be lost."""
+    x = torch.ones(3, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    factors = torch.tensor([1.0] + [2.0**-9] * 7, device=device).bfloat16()
+    eye = torch.eye(8, dtype=torch.bfloat16, device=device)
+    e = torch.arange(8, device=device).expand(3, 8)
+    out = gnn.grouped_experts(
+        x,
+        e,
+        torch.ones(3, 8, device=device),
+        factors[:, None, None] * eye,
+        eye.expand(8, 8, 8),
+        gate=lambda rows: rows,
+    )
+    want = torch.tensor(1 + 7 * 2.0**-9).bfloat16().item()
+    assert (out == want).all()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert (grad == want).all()
+
+
 @pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
 def test_transformers(family):
     transformers = pytest.importorskip("transformers", minversion="5.10")
