@@ -2,7 +2,7 @@
 """What a user of transformers sees: a Llama of 1.2e9 random weights after
 `torch_gpukern.integrations.transformers.accelerate(model)`, beside the same model with "sdpa".
 
-    python benchmarks/bench_whole_steps.py --device cuda [--rows prefill generate] [--save]
+    python benchmarks/bench_whole_steps.py --device cuda [--rows prefill generate] [--save] [--resume]
     python benchmarks/bench_whole_steps.py --device cuda --recipe w4
     python benchmarks/bench_whole_steps.py --device cpu --size tiny --seconds 0.1
 
@@ -14,16 +14,20 @@
 
 `accelerate` changes functions of transformers for the whole process. So each side is a process of
 its own with its own copy of the model. Both stay alive. They compile and call a row for the first
-time together, and then measure alternately, one at a time.
+time together, and then measure alternately, one at a time. The first row of a process is bound by
+the host, so the shortest prefill runs before the rows and is neither printed nor stored.
+
 Printed are medians of all calls, half the interquartile range, and the ratio of the medians. In a
 prefill the error is the largest difference between the two sides' logits, over the largest logit.
 --save stores each row in benchmarks/results/ as soon as it is measured, so that a run that is cut
-short has stored some. The peer's error is then 0, because the error is the distance from it.
+short has stored some; with --resume the same command then measures the others. The peer's error is
+stored as 0, because the error is the distance from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import multiprocessing
 import statistics
@@ -53,6 +57,7 @@ SIZES = {
 }  # fmt: skip
 PROMPTS = {"full": (1024, 8192, 32768), "tiny": (16, 64, 128)}
 STEP = {"full": (4, 2048), "tiny": (2, 32)}
+DTYPES = {"cuda": "bf16", "cpu": "f32"}
 GENERATED = {"full": (128, 64), "tiny": (8, 4)}  # tokens of a prompt, new tokens
 
 
@@ -63,6 +68,26 @@ def row_names(size: str) -> list[str]:
     for cache in ("dynamic cache", "static cache, compiled"):
         rows += [f"generate, {cache}, {n} requests" for n in (1, 16)]
     return rows
+
+
+def not_stored(names: list[str], bench: dict | None, dtype: str, date: str) -> list[str]:
+    """The rows that `bench`, as it is stored, does not have of this date."""
+    rows = [] if bench is None else bench["rows"]
+    stored = {
+        name_of(row)
+        for row in rows
+        if row["dtype"] == dtype and row.get("date", bench["date"]) == date
+    }
+    return [name for name in names if plain(name) not in stored]
+
+
+def plain(name: str) -> str:
+    """The name without commas, which a stored row does not have between its group and its label."""
+    return name.replace(",", "")
+
+
+def name_of(case: dict) -> str:
+    return plain(f"{case['group']} {case['label']}")
 
 
 class Side:
@@ -214,7 +239,7 @@ def measure(row: str, pipes: list[Connection], args: argparse.Namespace) -> dict
         sides.append({"us": 1e3 * middle, "spread": (high - low) / 2 / middle})
     step = next(step for step in ("prefill", "gradient step", "generate") if row.startswith(step))
     case = {"group": step, "label": row.removeprefix(step).strip(" ,"), "unit": ""}
-    case |= {"dtype": "bf16" if args.device == "cuda" else "f32"} | sides[0]
+    case |= {"dtype": DTYPES[args.device]} | sides[0]
     if ours is not None:
         case["error"] = float(abs(ours - theirs).max() / abs(theirs).max())
         sides[1]["error"] = 0.0
@@ -250,12 +275,25 @@ def main() -> None:
         "--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",
         help="stores each row as soon as it is measured, in benchmarks/results/ or another folder",
     )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="leaves out the rows that --save has stored today"
+    )
     args = parser.parse_args()
+    if args.resume and not args.save:
+        parser.error("--resume leaves out stored rows: add --save")
     if args.save and args.recipe:
         parser.error("--save stores the rows in 16 bits: leave --recipe out")
     rows = [r for r in row_names(args.size) if not args.rows or any(w in r for w in args.rows)]
     if args.recipe:
         rows = [r for r in rows if not r.startswith("gradient")]
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    dtype, today = DTYPES[args.device], datetime.date.today().isoformat()
+    before = results.stored(args.save, device).get("whole_steps") if args.save else None
+    if args.resume:
+        rows = not_stored(rows, before, dtype, today)
+    if not rows:
+        print("no row is left to be measured")
+        return
     context = multiprocessing.get_context("spawn")
     pipes, workers = [], []
     for ours in (True, False):
@@ -267,20 +305,20 @@ def main() -> None:
     said = ask_all(pipes, "make")
     import transformers
 
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     stamp = {
         "driver": nvidia_driver() if args.device == "cuda" else "",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "date": datetime.date.today().isoformat(),
+        "date": today,
         "command": f"python benchmarks/{' '.join(words)}",
     }
     print(said[0])
     print("; ".join([device, *filter(None, stamp.values())]) + "\n")
     names = ["step", "gpukern, ms", "sdpa, ms", "ratio", "error", "memory, gpukern's/sdpa's"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    before = results.stored(args.save, device).get("whole_steps") if args.save else None
+    with contextlib.suppress(Failed):  # where it is asked for as a row, that says why
+        measure(row_names(args.size)[0], pipes, args)
     cases, failed, notes = [], False, []
     for row in rows:
         try:

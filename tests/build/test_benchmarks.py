@@ -853,6 +853,27 @@ def test_both_sides_of_a_whole_step_begin_before_either_ends(bench):
     assert module.ask_all(here, "begin", "prefill") == [1, 2]
 
 
+def test_whole_steps_resumes_behind_the_rows_of_today(bench):
+    """Rows of another day or dtype are measured again."""
+    module = bench("bench_whole_steps")
+    names = module.row_names("full")
+    first, step, answer = names[0], names[4], names[-1]
+
+    def row(name, **more):
+        group = next(g for g in ("prefill", "gradient step", "generate") if name.startswith(g))
+        label = name.removeprefix(group).strip(" ,")
+        return {"group": group, "label": label, "dtype": "bf16"} | more
+
+    stored = {"date": "2026-11-30", "rows": [row(first), row(step), row(answer)]}
+    left = module.not_stored(names, stored, "bf16", "2026-11-30")
+    assert left == [n for n in names if n not in (first, step, answer)]
+    assert module.not_stored(names, stored, "f32", "2026-11-30") == names
+    stored["rows"][1]["date"] = "2026-11-29"
+    left = module.not_stored(names, stored, "bf16", "2026-11-30")
+    assert left == [n for n in names if n not in (first, answer)]
+    assert module.not_stored(names, None, "bf16", "2026-11-30") == names
+
+
 @pytest.mark.parametrize("terminal", (True, False))
 def test_a_run_moves_a_bar_on_a_terminal(bench, terminal, monkeypatch, capsys):
     """The bar's length is the number of rows that the command's own --list names."""
