@@ -80,6 +80,21 @@ def test_a_step_takes_the_smallest_shape_with_room():
         assert found is None or found in room
 
 
+def test_short_requests_have_shapes_of_their_own():
+    shapes = Shapes.upto(256, 3, 1)
+    short = [s for s in shapes.decoding if s.keys]
+    assert [s.requests for s in short] == [32, 48, 64, 96, 128, 192, 256]
+    assert [s.keys for s in short[:3]] == [1024, 1536, 1920]
+    # the length is not known, at most that of the shape, longer
+    assert [shapes.of([1] * 40, 40, False, *n).keys for n in ([], [1536], [1537])] == [0, 1536, 0]
+    assert shapes.of([1] * 31, 31, False, 100) == short[0]
+    assert shapes.of([1] * 16, 16, False, 100) == Shape(16, 16, 1, 16)
+    # of a model whose longest request is as short, the other graph has the same table
+    assert not any(s.keys for s in shapes.below(1024).decoding)
+    assert [s.requests for s in shapes.below(1025).decoding if s.keys] == [32]
+    assert len(shapes.below(1025).all) == len(shapes.all) - len(short) + 1
+
+
 def test_room_and_cost_of_drafts(net, on_cpu):
     model = on_cpu(TransformersModel(net, 16, captured_batch=8), 8)
     known = Costs(model)
@@ -160,6 +175,45 @@ def test_answers_are_those_without_captures(net, on_cpu, branches, follows, alwa
     _, with_drafts, with_prompts = kinds(model, seen)
     assert with_drafts > 5 and with_prompts > 1 and not seen[None]
     assert engine.metrics.reused_tokens > 0
+
+
+def check_short(net, cuda, on_cpu=None):
+    """Requests pass the bound of the graphs of short ones, at different steps."""
+    prompts = prompts_of(5, 1, 12, 3, 20, seed=5)
+    how = {"tokens": 60, "max_batch": 6, "max_step_tokens": 200, "max_drafts": 0}
+    want, _ = answers_of(TransformersModel(net, 96, captured_batch=0), prompts, **how)
+    model = TransformersModel(net, 96, captured_batch=6)
+    if not cuda:
+        model, model.follows = on_cpu(model, 6), True
+    model.prepare(6)
+    seen = watch(model)
+    found, engine = answers_of(model, prompts, want, **how)
+    assert_same(found, want)
+    tables = {s: g.inputs.host["table"].shape[1] for s, g in model.graphs.items()}
+    assert all(n == -(-(s.keys or 8192) // 16) for s, n in tables.items())
+    short, others = (
+        sum(n for s, n in seen.items() if s in model.shapes.decoding and bool(s.keys) == is_short)
+        for is_short in (True, False)
+    )
+    assert short > 3 and others > 3 and all_free(engine)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Graphs of short requests from 2 requests on, whose requests have up to 48 keys."""
+    monkeypatch.setattr(captured, "SHORT_REQUESTS", 2)
+    monkeypatch.setattr(captured, "SHORT_KEYS", 48)
+
+
+def test_steps_of_short_requests(net, on_cpu, short):
+    check_short(net, False, on_cpu)
+
+
+@pytest.mark.gpu
+def test_graphs_of_short_requests(short):
+    net = random_llama("tiny", "cuda")
+    patch(net, say=None)
+    check_short(net, True)
 
 
 def test_prompts_beside_captured_steps(net, on_cpu, wanted):

@@ -63,6 +63,11 @@ class Bookkeeping:
         return int(self._sequences.lengths[self._sequences.row(sequence)])
 
     @alone
+    def lengths(self, sequences: Sequence[int]) -> np.ndarray:
+        """int [B]: the number of tokens of each of B different sequences."""
+        return self._sequences.lengths[self._sequences.rows("lengths", sequences)]
+
+    @alone
     def pages(self, sequence: int) -> list[int]:
         """The pages of a sequence in the order of its tokens; -1 for a page that was released."""
         return self._sequences.pages(self._sequences.row(sequence)).tolist()

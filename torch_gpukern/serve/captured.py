@@ -5,7 +5,8 @@ A graph has fixed sizes, its Shape, and a step takes the smallest shape that has
 tokens of all requests are packed in each. What is behind a step's own is inactive: requests of
 length 0, and tokens with slot -1 that belong to no request.
 
-    decoding    one token of each request
+    decoding    one token of each request; for many requests that are short there are graphs of
+                their own
     drafts      up to 1 + drafts tokens of each request; logits of every token. With branches each
                 such graph has a mask, whose columns are the tokens that a request may have. Chains
                 then take it, too, with a mask of the causal rule: without one they would need as
@@ -15,6 +16,7 @@ length 0, and tokens with slot -1 that belong to no request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -27,6 +29,16 @@ CAPTURED_BATCH = 256  # requests of the largest captured step
 # tokens of an 8B model takes the device about as long as its launches take the host, so a graph of
 # more would gain nothing.
 CAPTURED_TOKENS = 256
+# From so many requests on, decoding steps of short ones have graphs of their own. Attention chooses
+# its kernel by the columns of the block table, which are the longest length that the host vouches
+# for. With the model's longest it takes four blocks for each request and kv head, and that many
+# blocks of 64 requests of 100 keys cost 43 us a layer, where the keys are read in 6 (8 kv heads,
+# H200). With short tables it takes one block.
+SHORT_REQUESTS = 32
+# Keys of a short request, at most: for each request of the step, and in all. One block reads a key in
+# 16 ns, and four for each of n requests take 0.7 n us. Above SHORT_KEYS `paged_attn` takes its other
+# kernels.
+SHORT_KEYS_EACH, SHORT_KEYS = 32, 1920
 # Up to so many tokens a step is bound by reading the weights, and it takes longer with each further
 # 64: an 8B model without keys takes 4.2 ms for 5 tokens, 4.5 for 64, 5.4 for 72 to 128, 6.9 for 192,
 # 7.3 for 256 (bfloat16, H200).
@@ -50,6 +62,7 @@ class Shape(NamedTuple):
     longest: int  # tokens of a request, at most
     rows: int  # whose logits it computes
     columns: int = 0  # of its mask over new tokens; 0 is no mask
+    keys: int = 0  # of a request, at most; 0 is no bound but the model's
 
     def holds(self, requests: int, tokens: int, longest: int, rows: int) -> bool:
         return (
@@ -73,7 +86,12 @@ def sizes_upto(batch: int) -> list[int]:
 
 
 def decoding(batch: int) -> list[Shape]:
-    return [Shape(n, n, 1, n) for n in sizes_upto(batch)]
+    sizes = sizes_upto(batch)
+    short = [n for n in sizes if n >= SHORT_REQUESTS]
+    return [
+        *(Shape(n, n, 1, n) for n in sizes),
+        *(Shape(n, n, 1, n, keys=min(SHORT_KEYS_EACH * n, SHORT_KEYS)) for n in short),
+    ]
 
 
 def drafted(batch: int, drafts: int, branches: int) -> list[Shape]:
@@ -112,12 +130,17 @@ class Shapes(NamedTuple):
     def upto(cls, batch: int, drafts: int, branches: int) -> Shapes:
         return cls(decoding(batch), drafted(batch, drafts, branches), prompted(batch))
 
+    def below(self, longest: int) -> Shapes:
+        """Without shapes of short requests that may be as long as the model's longest."""
+        return self._replace(decoding=[s for s in self.decoding if s.keys < longest])
+
     @property
     def all(self) -> list[Shape]:
         return [*self.decoding, *self.drafts, *self.prompts]
 
-    def of(self, counts: list[int], rows: int, mask: bool) -> Shape | None:
-        """The shape of a step with so many tokens of each request, and logits of so many."""
+    def of(self, counts: list[int], rows: int, mask: bool, keys: float = math.inf) -> Shape | None:
+        """The shape of a step with so many tokens of each request, and logits of so many. keys: those
+        of the longest request, if they are known."""
         longest, families = max(counts), (self.drafts,)
         if not mask:
             families = (self.decoding,) if longest == 1 else (self.drafts, self.prompts)
@@ -125,7 +148,9 @@ class Shapes(NamedTuple):
             found = smallest(
                 s
                 for s in family
-                if s.holds(len(counts), sum(counts), longest, rows) and (s.columns or not mask)
+                if s.holds(len(counts), sum(counts), longest, rows)
+                and (s.columns or not mask)
+                and keys <= (s.keys or math.inf)
             )
             if found is not None:
                 return found
@@ -140,7 +165,7 @@ class Shapes(NamedTuple):
 
 
 def smallest(shapes: Iterable[Shape]) -> Shape | None:
-    return min(shapes, key=lambda s: (s.tokens, s.requests), default=None)
+    return min(shapes, key=lambda s: (s.tokens, s.requests, not s.keys), default=None)
 
 
 class Inputs:

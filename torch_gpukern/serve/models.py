@@ -15,6 +15,7 @@ rank 0 sends each step to the others (ranks.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -130,7 +131,8 @@ class Model:
         self.graph: Captured | None = None  # of the step that began
         self.best: Tensor | None = None  # the largest logits' tokens, where the graph has them
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
-        self.shapes = Shapes(captured.decoding(captured_batch))
+        self.shapes = Shapes(captured.decoding(captured_batch)).below(max_length)
+        self.keys = 0  # of the longest request of the step that began, with its new tokens
         self.pool: Any = None  # the memory that all graphs share
         self.others: Others | None = None  # the ranks that this one sends its steps to
         # whether tokens that are on the device alone can be a step's input
@@ -143,11 +145,14 @@ class Model:
         self.cache.take_copies()
         self.others, self.follows = others, False
 
-    def shape_of(self, counts: list[int], rows: int, mask: bool = False) -> Shape | None:
-        """The captured step for requests with so many tokens each, and logits of so many rows."""
+    def shape_of(
+        self, counts: list[int], rows: int, mask: bool = False, keys: float = math.inf
+    ) -> Shape | None:
+        """The captured step for requests with so many tokens each, and logits of so many rows. keys:
+        those of the longest request, if they are known."""
         if not 0 < len(counts) <= self.captured_batch:
             return None
-        return self.shapes.of(counts, rows, mask)
+        return self.shapes.of(counts, rows, mask, keys)
 
     def captures(self, counts: list[int]) -> bool:
         """Whether a step of requests with so many tokens each, without drafts, is a captured
@@ -162,8 +167,9 @@ class Model:
 
     def graph_ms(self, requests: int, drafted: int) -> float | None:
         """What the graph takes of a step of requests with one token each and so many drafted ones,
-        before they have keys. None if it is not captured."""
-        shape = self.shape_of([1] * requests, requests)
+        before they have keys, if they are as long as those of the last step. None if it is not
+        captured."""
+        shape = self.shape_of([1] * requests, requests, keys=self.keys)
         if drafted and shape is not None:
             shape = self.shapes.draft(requests, drafted)
         graph = self.graphs.get(shape) if shape is not None else None
@@ -183,8 +189,10 @@ class Model:
         rows: int | None = None,
     ) -> None:
         cache, longest = self.cache, max(counts)
-        shape = self.shape_of(counts, len(counts) if rows is None else rows, mask is not None)
-        if shape in self.shapes.prompts and self._length(handles, counts) > PROMPT_KEYS:
+        self.keys = keys = self._length(handles, counts)
+        rows = len(counts) if rows is None else rows
+        shape = self.shape_of(counts, rows, mask is not None, keys)
+        if shape in self.shapes.prompts and keys > PROMPT_KEYS:
             shape = None
         if shape is not None:
             self.need(shape)
@@ -195,7 +203,7 @@ class Model:
                 arrays = graph.arrays(cache.block_size)
                 self.sent = Run(shape, cache.take_copies(), arrays, longest, [])
             return
-        columns = -(-self._length(handles, counts) // cache.block_size)
+        columns = -(-keys // cache.block_size)
         table = torch.full((len(handles), columns), -1, dtype=torch.int32)
         lens = torch.empty(len(handles), dtype=torch.int32)
         slots = torch.empty(sum(counts), dtype=torch.int64)
@@ -212,7 +220,7 @@ class Model:
 
     def _length(self, handles: list[int], counts: list[int]) -> int:
         """Tokens of the longest request, with its new ones."""
-        return max(self.cache.length(h) + n for h, n in zip(handles, counts, strict=True))
+        return int((self.cache.lengths(handles) + counts).max())
 
     def need(self, shape: Shape) -> None:
         """Captures a step, on all ranks, unless it is captured already."""
@@ -228,8 +236,8 @@ class Model:
         if not self.captured_batch:
             return
         batch = min(batch, self.captured_batch)
-        whole = captured.decoding(self.captured_batch)
-        self.shapes = Shapes.upto(batch, drafts, branches)
+        whole = self.shapes.decoding
+        self.shapes = Shapes.upto(batch, drafts, branches).below(self.max_length)
         for shape in sorted(self.shapes.all, key=lambda s: (s.rows, s.tokens), reverse=True):
             self.need(shape)
         self.shapes = self.shapes._replace(decoding=whole)
@@ -304,7 +312,8 @@ class Model:
         """A graph of a step."""
         one = torch.tensor(self.tokens_of([0], [0], [[]]))
         # the branches of a tree may be longer than any sequence
-        width = -(-(self.max_length + shape.columns) // self.cache.block_size)
+        longest = shape.keys or self.max_length
+        width = -(-(longest + shape.columns) // self.cache.block_size)
         inputs = captured.inputs_of(shape, tuple(one.shape[1:]), width, self.device)
         here = inputs.here
         self.step = step = Step(
