@@ -14,7 +14,7 @@ from test_fused import network
 from torch_gpukern import tree_mask
 from torch_gpukern.nn import patch
 from torch_gpukern.serve import Engine, Model, Request, TransformersModel, models
-from torch_gpukern.serve.drafts import LOOKED, Draft, NGrams, mask_of
+from torch_gpukern.serve.drafts import MOST_MATCHES, Draft, NGrams, mask_of
 from torch_gpukern.serve.metrics import Metrics
 from torch_gpukern.serve.random_models import random_llama
 from torch_gpukern.serve.ranks import CopyingCache
@@ -83,7 +83,7 @@ def test_drafts_of_random_texts():
             assert " ".join(map(str, [*tokens[-2:], *path])) in text
         several += len(leaves) > 1
     assert several > 50
-    assert len(NGrams().draft([1, 2] * (LOOKED + 9) + [3, 1, 2], 1, 2)) == 2
+    assert len(NGrams().draft([1, 2] * (MOST_MATCHES + 9) + [3, 1, 2], 1, 2)) == 2
 
 
 def test_a_streak_counts_branches():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 CODES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+SMALLEST = 2.0**-126  # scale, so that none is a subnormal number
 
 
 def of_layers(name: str, scale: Tensor | None, pages: Tensor) -> Tensor | None:
@@ -135,7 +136,7 @@ class KVCacheScales:
                             f"are not all 0: call observe(k, v, layer={layer}) on text that is "
                             f"like what comes, or set that scale"
                         )
-            scale = (amax * (margin / LARGEST[self.dtype])).clamp_min(2.0**-126)
+            scale = (amax * (margin / LARGEST[self.dtype])).clamp_min(SMALLEST)
             if not scale.isfinite().all():
                 raise ValueError(
                     f"KVCacheScales.scales: margin is {margin}; {name} would be infinite, expected "

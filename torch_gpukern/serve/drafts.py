@@ -14,8 +14,8 @@ import numpy as np
 
 # The share of guesses that are right: before the first one, and how much the newest one counts.
 RIGHT, NEWEST = 0.5, 0.125
-LOOKED_AHEAD = 16  # tokens of a draft that may be expected to be right
-LOOKED = 16  # matches of an n-gram that are looked at for further branches
+MOST_EXPECTED = 16  # tokens of a draft that may be expected to be right
+MOST_MATCHES = 16  # earlier places of an n-gram that are read for further branches
 
 
 @dataclass
@@ -136,11 +136,11 @@ class NGrams:
             self.run = self.run + len(tokens) - self.at if right else 0
             self.right += NEWEST * (right - self.right)
         if branches == 1:
-            draft = self.draft(tokens, LOOKED_AHEAD)
+            draft = self.draft(tokens, MOST_EXPECTED)
             self.ahead, guesses = len(draft), draft.tokens[:1]
         else:  # which may have longer branches than the first
             guesses = self.draft(tokens, 1, branches).tokens
-            self.ahead = LOOKED_AHEAD if guesses else 0
+            self.ahead = MOST_EXPECTED if guesses else 0
         self.guesses, self.at = set(guesses) if guesses else None, len(tokens)
         return self.run if guesses else 0
 
@@ -185,7 +185,7 @@ class NGrams:
     def _places(self, tokens: list[int], n: int) -> Iterator[int]:
         """Where the tokens stand that followed the last n ones, the newest first."""
         at = self.after.get(tuple(tokens[len(tokens) - n :]), -1) if n <= len(tokens) else -1
-        for _ in range(LOOKED):
+        for _ in range(MOST_MATCHES):
             if at < 0:
                 return
             yield at

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..nn.latent import replaced_expansion
-from ..paged.scales import CODES
+from ..paged.scales import CODES, LARGEST, SMALLEST
 from .fused import is_exact
 from .models import TransformersModel
 
@@ -43,6 +43,7 @@ MOST = 0.7  # but never more than this. (The difference between unrelated logits
 # With 8-bit keys and values three times as much is allowed. (Measured: with e4m3 the difference was 4.4
 # times that between two attentions.)
 CODED = 3.0
+BLOCK = 128  # columns of a latent in 8 bits that share a scale
 
 
 def served(
@@ -134,16 +135,17 @@ def rounded_latents(model: TransformersModel) -> Iterator[None]:
     """Inside the context latent layers expand latents that are rounded as a cache of 8 bits rounds
     them. Nothing changes for another cache."""
     layers = model.latents if model.cache.k.dtype == torch.uint8 else {}
-    with replaced_expansion(layers, _rounding):
+    with replaced_expansion(layers, _of_rounded):
         yield
 
 
-def _rounding(expand: Any) -> Any:
+def _of_rounded(expand: Any) -> Any:
     """`expand` behind the rounding of a row of 656 bytes (docs/paged_cache.md)."""
 
     def rounded(c: Tensor, k_pe: Tensor) -> Any:
-        blocks = c.float().unflatten(-1, (-1, 128))
-        scale = (blocks.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-126)
+        blocks = c.float().unflatten(-1, (-1, BLOCK))
+        scale = blocks.abs().amax(-1, keepdim=True) / LARGEST[torch.float8_e4m3fn]
+        scale = scale.clamp(min=SMALLEST)
         codes = (blocks / scale).to(torch.float8_e4m3fn)
         wide = (codes.float() * scale).flatten(-2)
         return expand(wide.to(c.dtype), k_pe.to(torch.bfloat16).to(k_pe.dtype))
