@@ -128,6 +128,46 @@ def test_costs_are_learned(net, on_cpu):
     assert known.ratio(4, 16) == pytest.approx(first, rel=0.01)
 
 
+def test_drafts_begin_where_they_pay_and_stay(net, on_cpu):
+    model = on_cpu(TransformersModel(net, 16, captured_batch=4), 4)
+    model.prepare(4, drafts=4)
+    model.follows = True
+    known = Costs(model)
+    needed = 4 * (known.ratio(4, 16) - 1)  # tokens of a step
+    begins = needed + 4 * known.expected(4) / 4.04 / costs.BEGIN
+
+    def after(gain, drafting, steps=20):
+        return [known.pays(gain, 4, 16, drafting) for _ in range(steps)][-1]
+
+    middle = (needed + begins) / 2
+    assert not after(middle, False) and after(middle, True)
+    assert not after(0.9 * needed, True) and after(1.1 * begins, False)
+    assert not known.pays(0.0, 4, 16, True)
+    after(middle, True)
+    assert known.pays(0.9 * needed, 4, 16, True)  # one poor step ends nothing, several do
+    assert not after(0.9 * needed, True)
+    model.follows = False  # then no step is launched ahead
+    assert after(1.01 * 4 * (known.ratio(4, 16) - 1), False)
+
+
+def test_what_drafts_add_is_learned(net, on_cpu):
+    model = on_cpu(TransformersModel(net, 16, captured_batch=4), 4)
+    model.prepare(4, drafts=4)
+    known = Costs(model)
+    assert known.kept == 1.0
+    known.gave(0, 1.0)
+    assert known.kept == pytest.approx(costs.PRIOR / (costs.PRIOR + 1))
+    for _ in range(200):
+        known.gave(2, 4.0)
+    assert 0.5 < known.kept < 0.7
+    gain = 4 * (known.ratio(4, 16) - 1) / known.kept
+    assert [known.pays(0.95 * gain, 4, 16, True) for _ in range(20)][-1] is False
+    assert [known.pays(1.05 * gain, 4, 16, True) for _ in range(20)][-1] is True
+    for _ in range(1000):  # without drafts what was learned is forgotten
+        known.took(5e-3, 4.04, 4, 0)
+    assert known.kept > 0.99
+
+
 # ---- answers ----
 
 

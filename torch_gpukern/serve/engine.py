@@ -156,6 +156,7 @@ class Engine:
         self._flight: Flight | None = None
         self._taken = 0.0  # when the last step's tokens were taken
         self._would_draft = False
+        self._gain = 0.0  # tokens that drafts are expected to add to the next step
         self._blocked: int | None = None  # free pages when the first waiting request had too few
 
     # ---- from any thread ----
@@ -547,6 +548,8 @@ class Engine:
         n = len(flight.chunks)
         answers = self._answers(flight)
         self._keep([answer for answer in answers if answer.chunk.draft])
+        if self._gain and any(chunk.draft for chunk in flight.chunks):
+            self.costs.gave(sum(len(new) - 1 for _, new, *_ in answers), self._gain)
         now = time.perf_counter()
         for chunk in flight.chunks:
             if not chunk.ends:
@@ -576,7 +579,8 @@ class Engine:
         room = self.model.draft_room(n)
         if 0 < room < drafted:
             gain *= room / drafted
-        self._would_draft = gain > 0 and gain > (self.costs.ratio(n, drafted) - 1) * n
+        self._gain = gain
+        self._would_draft = self.costs.pays(gain, n, drafted, self._would_draft)
 
     def _keep(self, answers: list[Answer]) -> None:
         """Takes the drafted tokens that were wrong back, and copies the right ones together."""
