@@ -193,7 +193,7 @@ def test_8_bits_are_compared_with_rounded_latents(directory, recipe, monkeypatch
     with probe.rounded_latents(model):
         want = probe.alone(net, model.vocab, "eager")
     assert probe.apart(found, want) < 2e-3 < 0.05 < probe.apart(found, plain)
-    monkeypatch.setattr(probe, "_rounding", lambda expand: expand)
+    monkeypatch.setattr(probe, "_of_rounded", lambda expand: expand)
     with pytest.raises(ValueError, match="its logits over pages are off by"):
         served(net, 16, dtype=torch.uint8)
 
