@@ -62,7 +62,7 @@ gk_status run_16(const gk_context *ctx, const void *args, const gk_plan *plan, v
     return run_grouped<K>(ctx, (const gk_grouped_gemm_args *)args, plan, p);
 }
 
-#define ROWS(name, dtype, T)                                                                  \
+#define INSTANCES(name, dtype, T)                                                             \
     {"grouped_gemm_sm90a_" name "_256x128", dtype,  plan_16,                                  \
      run_16<Kind<T, false, false>>,         {0, 0}, NULL},                                    \
         {"grouped_gemm_sm90a_" name "_256x128_n",                                             \
@@ -76,8 +76,8 @@ gk_status run_16(const gk_context *ctx, const void *args, const gk_plan *plan, v
             {1, 1}, NULL                                                                      \
     }
 
-const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16),
-                                      ROWS("f16", GK_F16, __half)};
+const gk_cuda_instance instances[] = {INSTANCES("bf16", GK_BF16, __nv_bfloat16),
+                                      INSTANCES("f16", GK_F16, __half)};
 
 } // namespace
 

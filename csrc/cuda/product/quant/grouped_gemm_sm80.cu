@@ -212,22 +212,23 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
         "grouped_gemm", ctx, dim3((unsigned)blocks), Tile::THREADS, Smem<T, Tile, MODE>::BYTES, p);
 }
 
-#define ROW(name, dtype, T, by_k, mode)                         \
+#define INSTANCE(name, dtype, T, by_k, mode)                    \
     {"grouped_gemm_sm80_" name,                                 \
      dtype,                                                     \
      plan_grouped,                                              \
      run_grouped<T, by_k, mode>,                                \
      {by_k, mode, Smem<T, TileOf<T, mode>::type, mode>::BYTES}, \
      NULL}
-#define ROWS(name, T)                                                              \
-    ROW(name "_128x128", element<T>::dtype, T, false, 0),                          \
-        ROW(name "_128x128_n", element<T>::dtype, T, false, B_ALONG_N),            \
-        ROW(name "_128x128_k", element<T>::dtype, T, true, A_ALONG_M | B_ALONG_N), \
-        ROW("any_" name "_128x128", element<T>::dtype, T, false, ANY),             \
-        ROW("any_" name "_128x128_k", element<T>::dtype, T, true, ANY | A_ALONG_M | B_ALONG_N)
+#define INSTANCES(name, T)                                                              \
+    INSTANCE(name "_128x128", element<T>::dtype, T, false, 0),                          \
+        INSTANCE(name "_128x128_n", element<T>::dtype, T, false, B_ALONG_N),            \
+        INSTANCE(name "_128x128_k", element<T>::dtype, T, true, A_ALONG_M | B_ALONG_N), \
+        INSTANCE("any_" name "_128x128", element<T>::dtype, T, false, ANY),             \
+        INSTANCE("any_" name "_128x128_k", element<T>::dtype, T, true,                  \
+                 ANY | A_ALONG_M | B_ALONG_N)
 
-const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half),
-                                      ROW("i8_128x128", GK_I8, uint8_t, false, 0)};
+const gk_cuda_instance instances[] = {INSTANCES("bf16", __nv_bfloat16), INSTANCES("f16", __half),
+                                      INSTANCE("i8_128x128", GK_I8, uint8_t, false, 0)};
 
 } // namespace
 

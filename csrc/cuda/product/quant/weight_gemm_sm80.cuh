@@ -472,10 +472,11 @@ gk_status run_weight_sm80(const gk_context *ctx, const void *args, const gk_plan
                                                      S::smem(p.rw, p.rows, p.log2), p);
 }
 
-#define WEIGHT_ROW(name, T, C, NT)                                          \
+#define WEIGHT_INSTANCE(name, T, C, NT)                                     \
     {"weight_gemm_sm80_" name,  element<T>::dtype, plan_weight_sm80<C, NT>, \
      run_weight_sm80<T, C, NT>, {C, NT},           NULL}
-#define WEIGHT_ROWS(name, T, C) \
-    WEIGHT_ROW(name "_8", T, C, 1), WEIGHT_ROW(name "_16", T, C, 2), WEIGHT_ROW(name "_32", T, C, 4)
+#define WEIGHT_INSTANCES(name, T, C)                                           \
+    WEIGHT_INSTANCE(name "_8", T, C, 1), WEIGHT_INSTANCE(name "_16", T, C, 2), \
+        WEIGHT_INSTANCE(name "_32", T, C, 4)
 
 #endif
