@@ -120,18 +120,19 @@ def test_more_tiles_than_an_accelerator_takes_at_once(dtype, device):
         x = torch.randint(-2, 3, shape, generator=gen_there, device=device, dtype=torch.int8)
         return x.to(dtype)
 
-    # groups, rows of the last group's end, rows, n: 1 to 2, 2 to 3 and many tiles a cluster; widths
-    # of an odd number of 128 columns; many rows of no group
+    # groups, end of the last group, rows, n, steps of k: 1 to 2, 2 to 3 and many tiles a cluster;
+    # widths of an odd number of 128 columns; many rows of no group. On Hopper k is so long that the
+    # last tiles are assigned by their heights.
     cases = (
-        (3, 1500, 1500, 4096),
-        (8, 3000, 3100, 4096),
-        (40, 4000, 4000, 2056),
-        (64, 9000, 16000, 1152),
-        (20, 5000, 5001, 896),
-        (5, 300, 9000, 2048),
+        (3, 2000, 2000, 4096, 264),
+        (8, 3000, 3100, 4096, 104),
+        (40, 4000, 4000, 2056, 104),
+        (64, 9000, 16000, 1152, 64),
+        (20, 10000, 10001, 896, 264),
+        (5, 300, 9000, 2048, 104),
     )
-    for groups, last, m, n in cases if whole_size else cases[:1]:
-        k = (4096 if eight else 2048) + 16
+    for groups, last, m, n, steps in cases if whole_size else cases[:1]:
+        k = (steps - 1) * (128 if eight else 64) + 16
         if not whole_size:
             last, m, n, k = last // 8, m // 8, 264, 64
         counts = torch.rand(groups, generator=gen) ** 4

@@ -4,8 +4,9 @@
  * grouped_gemm_int8_sm90a.cu for int8. Gale et al. 2022, arXiv:2211.15841.
  *
  * Grid: clusters of one block, or of two blocks whose tiles lie side by side. The two share rows
- * of a: each copies half of them to both. A cluster takes every p.clusters-th task of
- * groups.cuh. Rows after the last group's end are tasks that store zeros.
+ * of a: each copies half of them to both. Tasks are those of groups.cuh. A cluster takes every
+ * p.clusters-th of them, and of the last ones those that grouped_balance.cuh assigns to it. Rows
+ * after the last group's end are tasks that store zeros.
  *
  * A block takes tiles of 256 x 128. A stage holds 128 bytes of k of each row. Two warpgroups
  * multiply; warpgroup w takes the blocks of 64 rows w and w + 2. Blocks of rows after the
@@ -28,6 +29,7 @@
 #include "../ptx/wgmma.cuh"
 #include "quant/groups.cuh"
 #include "quant/product.cuh"
+#include "grouped_balance.cuh"
 #include "shell.cuh"
 
 namespace {
@@ -54,6 +56,7 @@ struct GroupedParams {
     Finish f;
     int64_t bias_group;          /* elements of bias from group to group */
     int m, n, k, pair, clusters; /* pair: blocks of a cluster */
+    int steps;                   /* of k; 0: all tasks are taken in turn (grouped_balance.cuh) */
     bool no_epilogue;            /* no epilogue: rounds to 16 bits, and rows are whole 16 bytes */
     bool fours;                  /* otherwise: four results of a row are aligned */
     gk_scales sa, sb;            /* 8 bits */
@@ -165,6 +168,25 @@ template <class K> struct Work {
         blocks = (task.limit - task.row + 63) / 64;
         steps = (k + K::BK - 1) / K::BK;
         valid = k - (steps - 1) * K::BK;
+    }
+
+    /* Turns this into a task without rows and without k. */
+    __device__ __forceinline__ void clear() {
+        blocks = 0;
+        steps = 0;
+    }
+
+    /* Leaves a half of the rows. */
+    __device__ __forceinline__ void halve(bool top) {
+        const int half = (blocks + 1) / 2;
+        if (top) {
+            task.limit = task.row + 64 * half;
+            blocks = half;
+        } else {
+            task.row += 64 * half;
+            row += 64 * half;
+            blocks -= half;
+        }
     }
 };
 
@@ -315,27 +337,72 @@ template <class K> struct Grouped : OneResult {
     static constexpr int CONSUMERS = 2, PRODUCER_WARPS = 4, PER_SM = 1, CONSUMER_REGS = 240,
                          PRODUCER_REGS = 24;
     static constexpr int STAGES = K::STAGES, EMPTY_ARRIVALS = 2;
-    static constexpr int BARRIERS_AT = (K::LIST + (int)sizeof(GroupList) + 15) / 16 * 16;
+    /* Groups of k have tasks of equal height. */
+    static constexpr bool HELPERS = !K::BY_K;
+    static constexpr int MORE_BARRIERS = HELPERS;
+    static constexpr int BALANCE = K::LIST + (int)sizeof(GroupList);
+    static constexpr int BARRIERS_AT =
+        (BALANCE + (HELPERS ? (int)sizeof(Balance) : 0) + 15) / 16 * 16;
+    static constexpr int BALANCED_AT = BARRIERS_AT + tma_ring<STAGES>::bytes; /* the barrier */
     static GK_HD int cluster(const Params &p) { return p.pair; }
     static __device__ __forceinline__ unsigned stride(const Params &p) {
         return (unsigned)p.clusters;
     }
 
-    static __device__ __forceinline__ void begin(const Params &p, smem_addr) {
+    static __device__ __forceinline__ void begin(const Params &p, smem_addr base_s) {
+        if (HELPERS) mbarrier_init(base_s + BALANCED_AT, 1);
         prefetch_tensormap(&p.a);
         prefetch_tensormap(&p.b);
     }
     template <class S> static __device__ __forceinline__ GroupList &list_of(const S &shell) {
         return *(GroupList *)(shell.base + K::LIST);
     }
+    template <class S> static __device__ __forceinline__ Balance &balance_of(const S &shell) {
+        return *(Balance *)(shell.base + BALANCE);
+    }
     template <class S> static __device__ __forceinline__ void list(const S &shell) {
-        list_groups<K::BY_K, K::BM>(shell.p.groups, list_of(shell), threadIdx.x % 32);
+        const Params &p = shell.p;
+        list_groups<K::BY_K, K::BM>(p.groups, list_of(shell), threadIdx.x % 32);
+        if constexpr (HELPERS) {
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                balance_begin(balance_of(shell), tasks_in(p.groups, list_of(shell)), p.clusters,
+                              p.steps);
+        }
     }
     template <class S> static __device__ __forceinline__ unsigned tiles(const S &shell) {
+        if constexpr (HELPERS) return balance_of(shell).ends;
         return (unsigned)tasks_in(shell.p.groups, list_of(shell));
     }
     template <class S> static __device__ __forceinline__ Tile tile(const S &shell, unsigned t) {
-        return Tile(shell.p, list_of(shell), (int)t);
+        int task = (int)t, part = BALANCE_WHOLE;
+        if constexpr (HELPERS) {
+            const Balance &balance = balance_of(shell);
+            if (task >= balance.first) {
+                mbarrier_wait(shell.base_s + BALANCED_AT, 0);
+                const int *mine = balance.mine[balance.chosen];
+                for (int i = task - balance.first; i >= shell.p.clusters; i -= shell.p.clusters)
+                    ++mine;
+                task = *mine / BALANCE_PARTS;
+                part = *mine < 0 ? -1 : *mine % BALANCE_PARTS;
+            }
+        }
+        Tile tile(shell.p, list_of(shell), task);
+        if constexpr (HELPERS) {
+            if (part < 0)
+                tile.clear();
+            else if (part != BALANCE_WHOLE)
+                tile.halve(part == BALANCE_TOP);
+        }
+        return tile;
+    }
+    /* One warp of the producers assigns the last tasks. */
+    template <class S> static __device__ __forceinline__ void help(const S &shell) {
+        Balance &balance = balance_of(shell);
+        if (shell.warp != 4 * CONSUMERS + 1 || balance.first == INT32_MAX) return;
+        balance_tasks<K::BM>(shell.p.groups, list_of(shell), shell.p.clusters, (int)shell.first(),
+                             balance);
+        if (laneid() == 0) mbarrier_arrive(shell.base_s + BALANCED_AT);
     }
     template <class S> static __device__ __forceinline__ int steps(const S &, const Tile &x) {
         return x.steps;
@@ -472,6 +539,9 @@ gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, cons
                 (int)gk_ceil_div(tiles_n, p.pair),
                 ctx->error_word};
     p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, gk_clusters_of(sms, p.pair));
+    const int steps = (int)gk_ceil_div(p.k, K::BK);
+    if (!K::BY_K && balance_pays(p.m, p.groups.count, p.groups.across, p.clusters, steps))
+        p.steps = steps;
     return launch_clusters<Grouped<K>>("grouped_gemm", ctx, p, p.clusters);
 }
 
