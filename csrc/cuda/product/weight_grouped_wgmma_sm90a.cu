@@ -34,11 +34,11 @@ template <class F, int NT_> struct WeightGrouped : WeightWgmma<F, NT_, 2> {
     static constexpr bool PERSISTENT = NT_ < 256;
     static constexpr int STEP = NT_ == 32 ? 32 : 64, WIDTHS = NT_ / STEP;
     /* The list of tasks, behind the ring. Tiles of 256 tokens have none. */
-    [[maybe_unused]] static constexpr int LIST_AT =
+    static constexpr int LIST_AT =
         WeightWgmma<F, NT_, 2>::RING_AT + tma_ring<WeightWgmma<F, NT_, 2>::STAGES>::bytes;
     static constexpr int SMEM =
         WeightWgmma<F, NT_, 2>::SMEM + (PERSISTENT ? (int)sizeof(WeightGroupList) : 0);
-    static_assert(SMEM <= 227 * 1024, "one block fits an SM");
+    static_assert(LIST_AT <= SMEM && SMEM <= 227 * 1024, "one block fits an SM");
 };
 /* The same stages, multiplied by N tokens. */
 template <class K, int N> struct WeightWidth : K {
