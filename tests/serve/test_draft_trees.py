@@ -14,6 +14,7 @@ from test_fused import network
 from torch_gpukern import tree_mask
 from torch_gpukern.nn import patch
 from torch_gpukern.serve import Engine, Model, Request, TransformersModel, models
+from torch_gpukern.serve.costs import Costs
 from torch_gpukern.serve.drafts import MOST_MATCHES, Draft, NGrams, mask_of
 from torch_gpukern.serve.metrics import Metrics
 from torch_gpukern.serve.random_models import random_llama
@@ -366,8 +367,10 @@ def test_other_ranks_copy_the_same_tokens(net, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_captured_steps_beside_branches():
-    """Without `prepare` steps with branches are not captured, and come where they pay."""
+def test_captured_steps_beside_branches(monkeypatch):
+    """Without `prepare` steps with branches are not captured, and come where they are expected to add
+    a token."""
+    monkeypatch.setattr(Costs, "pays", lambda _, gain, *more: gain > 0)
     net = random_llama("tiny", "cuda")
     patch(net, say=None)
     model = TransformersModel(net, 64, captured_batch=4)
