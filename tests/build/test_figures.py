@@ -290,6 +290,24 @@ def test_a_xeon():
     sentence(page, f"Decoding in bfloat16 reads at {span(shares)} of the loop over the same pages")
 
 
+# ---- other libraries -----------------------------------------------------------------------------
+
+
+def test_whole_steps_of_transformers():
+    page, bench = "docs/integrations.md", bench_of(H200, "whole_steps")
+    (rows,) = tables(page, "step", "gpukern, ms", "sdpa, ms")
+    for (step, ours, theirs, ratio, memory), row in zip(rows, bench["rows"], strict=True):
+        equal(
+            Cell(step.replace(",", ""), step.place),
+            f"{row['group']} {row['label']}".replace(",", ""),
+        )
+        close(ours, row["us"] / 1e3)
+        close(theirs, row["peers"]["sdpa"]["us"] / 1e3)
+        close(ratio, results.ratio_of(row))
+        equal(memory, ", ".join(re.findall(r"[\d.]+", row["note"])))
+    sentence(page, f"{bench['date']}; the rows of `whole_steps`")
+
+
 # ---- two GPUs ------------------------------------------------------------------------------------
 
 
