@@ -2319,22 +2319,31 @@ def test_blocks_of_columns_are_few_and_whole_waves(rows, columns):
     assert tiles % products._SMS == 0 or tiles % products._SMS > 0.9 * products._SMS or rows < 1024
 
 
-def test_gradients_of_chosen_rows_are_rounded_once():
+def test_gradients_of_gathered_rows_are_rounded_once():
     """A token's gradient is the sum over its choices. Some choices may be dropped."""
-    from torch_gpukern.distributed.experts import _Chosen, _Permuted
+    from torch_gpukern.distributed.experts import _Permuted
+    from torch_gpukern.nn.moe import gathered
+
+    def places_of(order, tokens, each):
+        places = torch.full((tokens * each,), -1)
+        places[order] = torch.arange(len(order))
+        return places.view(tokens, each)
 
     gen, tokens, each = generator("choices"), 64, 8
     order = torch.randperm(tokens * each, generator=gen)[:500]
     x, grad = (randn(gen, n, 24, dtype=torch.bfloat16) for n in (tokens, 500))
-    rows = _Chosen.apply(x.requires_grad_(), order, each)
+    rows = gathered(x.requires_grad_(), order, places_of(order, tokens, each))
     assert torch.equal(rows, x[order // each])
     (got,) = torch.autograd.grad(rows, x, grad)
     want = torch.zeros(tokens, 24, dtype=torch.float64).index_add_(0, order // each, grad.double())
     assert ((got.double() - want).abs() <= 2**-7.99 * want.abs() + 1e-6).all()
     wide = randn(gen, 5, 2, dtype=torch.float64).requires_grad_()
     order = torch.randperm(15, generator=gen)[:13]
-    places = torch.randperm(13, generator=gen)
-    call = lambda x: _Permuted.apply(_Chosen.apply(x, order, 3), places, places.argsort())  # noqa: E731
+    moved, place = torch.randperm(13, generator=gen), places_of(order, 5, 3)
+
+    def call(x):
+        return _Permuted.apply(gathered(x, order, place), moved, moved.argsort())
+
     assert torch.autograd.gradcheck(call, wide) and torch.autograd.gradgradcheck(call, wide)
 
 

@@ -31,8 +31,8 @@ def moe_unpermute(rows: Tensor, place: Tensor, weight: Tensor) -> Tensor:
         [T, H] in rows' dtype, contiguous.
 
     Gradients: rows and weight, as often as asked for. The gradient of a row that no place names is
-    0. That of a row that several places name is their sum in the order of places, in float32,
-    rounded once.
+    0. That of a row that several places name is their sum in the order of places, rounded once.
+    The gradient of a weight is a dot product over H. Sums are float32, and float64 for float64 rows.
 
     Raises:
         ValueError: a shape or dtype that the op does not take.
